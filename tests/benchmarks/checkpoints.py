@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from functorch_shard.checkpoint import save
 from functorch_shard.testing import run_ranks
-from tests.benchmarks.tools import command_line, status
+from tests.benchmarks.tools import command_line, forget_peak, now_on_all_ranks, status
 from tests.benchmarks.workloads import WORKLOADS, Workload
 from tests.support.checkpoints import FSDP2, Ours
 from tests.support.live_bytes import LiveBytes
@@ -60,11 +60,9 @@ def _made(program: Any, work: Workload) -> Any:
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
+    start = now_on_all_ranks()
     call()
-    dist.barrier()
-    return time.perf_counter() - start
+    return now_on_all_ranks() - start
 
 
 def _remove(path: Path) -> None:
@@ -80,8 +78,7 @@ def _in_flight(ours: Ours, step: Callable[[], Any], folder: Path, rounds: int) -
     step()
     for i in range(rounds):
         times["step"].append(_seconds(step))
-        dist.barrier()
-        start = time.perf_counter()
+        start = now_on_all_ranks()
         future = save(folder / f"async-{i}", ours.tree(), async_save=True)
         times["until save returns"].append(time.perf_counter() - start)
         times["step, saving"].append(_seconds(step))
@@ -115,7 +112,7 @@ def _resident_growth(call: Callable[[], Any]) -> float:
     """Of this process, at its peak; Python's objects are in it."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # of glibc: or the call would use what is kept from calls before
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+    forget_peak()
     before = status("VmHWM")
     call()
     return status("VmHWM") - before

@@ -35,7 +35,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from tests.benchmarks.contenders import Step, alone, fsdp2, ours
 from tests.benchmarks.decoders import SHAPES, Shape, toy, workload
-from tests.benchmarks.tools import command_line
+from tests.benchmarks.tools import command_line, quartiles
 from tests.benchmarks.workloads import Workload
 
 WARM_UP = 3
@@ -256,7 +256,7 @@ def _ratio(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     if "error" in plain:
         return "-"
     ratios = [ms / statistics.median(plain["ms"]) for ms in row["ms"]]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, middle, high = quartiles(ratios)
     return f"**{middle:.2f}** ({low:.2f} to {high:.2f})"
 
 

@@ -1,4 +1,4 @@
-"""What a user waits for: a step and a gather on eight simulated ranks, and the import of the package.
+"""What a user waits for: a step on eight simulated ranks, and the import of the package.
 
 python -m tests.benchmarks.quick
 """
@@ -44,16 +44,6 @@ def import_ms() -> tuple[float, float, float]:
     return spread(times)
 
 
-def gather_ratio() -> float:
-    """What ``gather`` takes on simulated ranks, against plain tensors at once: the median of interleaved runs."""
-    mesh, model = fs.simulated_mesh(8), nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
-    params = fs.shard(model, fs.plan(model, mesh))
-    ours = mesh.spmd(lambda p: list(fs.gather(p).values()), out_dims=0)
-    plain = mesh.spmd(lambda p: list(fs.gather(p, lazy=False).values()), out_dims=0)
-    times = in_turns({"ours": lambda: ours(params), "plain": lambda: plain(params)}, 55, warm_up=5)
-    return statistics.median(a / b for a, b in zip(times["ours"], times["plain"], strict=True))
-
-
 def main() -> int:
     rows = [
         ("step, 8 simulated ranks, two-layer MLP", step_ms(), STEP_LIMIT_MS),
@@ -61,7 +51,6 @@ def main() -> int:
     ]
     for name, (median, low, high), limit in rows:
         print(f"{name}: median {median:.1f} ms ({low:.1f} to {high:.1f}), limit of the fastest {limit:.0f} ms")
-    print(f"gather, 8 simulated ranks: {gather_ratio():.2f} of the time of gather(lazy=False)")
     return int(any(fastest > limit for _, (_, fastest, _), limit in rows))  # medians tell how busy the machine is
 
 

@@ -8,7 +8,6 @@ torchrun --nproc-per-node 2 -m tests.benchmarks.step --device cuda --cases gpt-4
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -17,7 +16,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +27,7 @@ import torch.distributed as dist
 
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.contenders import CONTENDERS, takes_replicas
-from tests.benchmarks.tools import forget_peak, status
+from tests.benchmarks.tools import command_line, forget_peak, in_turns, now_on_all_ranks, quartiles, status
 from tests.benchmarks.workloads import WORKLOADS
 from tests.support.two_hosts import on_two_hosts
 
@@ -73,19 +71,18 @@ Series = dict[str, dict[str, list[float]]]
 
 
 def times_on_this_rank(case: Case, names: Sequence[str], rounds: int) -> Series:
-    """Milliseconds and losses of every step of every contender, in turns."""
-    steps = {name: build(name, case) for name in names}
-    batch = _batch(case)
-    result: Series = {name: {"ms": [], "loss": []} for name in names}
-    for i in range(WARM_UP + rounds):
-        for name in [*names[i % len(names) :], *names[: i % len(names)]]:  # nobody always follows the same one
-            start = _now_on_all_ranks(case)
-            loss = steps[name](*batch)
-            result[name]["ms"].append(1e3 * (_now_on_all_ranks(case) - start))  # the step of the slowest rank
-            result[name]["loss"].append(loss.item())
-    for series in result.values():
-        del series["ms"][:WARM_UP]
-    return result
+    """Milliseconds and losses of every step of every contender, in turns: of the slowest rank."""
+    steps, batch = {name: build(name, case) for name in names}, _batch(case)
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+
+    def now() -> float:
+        if case.device == "cuda":
+            torch.cuda.synchronize()
+        return now_on_all_ranks()
+
+    calls = {name: lambda name=name: losses[name].append(steps[name](*batch)) for name in names}
+    ms = in_turns(calls, rounds, WARM_UP, now)
+    return {name: {"ms": ms[name], "loss": [x.item() for x in losses[name]]} for name in names}
 
 
 def build(name: str, case: Case) -> Callable[..., torch.Tensor]:
@@ -96,13 +93,6 @@ def build(name: str, case: Case) -> Callable[..., torch.Tensor]:
 
 def _batch(case: Case) -> list[torch.Tensor]:
     return [x.to(case.device) for x in WORKLOADS[case.workload].batch(dist.get_rank(), case.batch)]
-
-
-def _now_on_all_ranks(case: Case) -> float:
-    if case.device == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    return time.perf_counter()
 
 
 def memory_on_this_rank(case: Case, name: str) -> tuple[float, float, float]:
@@ -170,7 +160,7 @@ def summary(name: str, series: Series) -> dict[str, Any]:
     times = series[name]["ms"]
     peer = series.get("FSDP2, no reshard" if name.endswith("no reshard") else "FSDP2", series[name])["ms"]
     ratios = [a / b for a, b in zip(times, peer, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, middle, high = quartiles(ratios)
     median = statistics.median(times)
     ratio = {"ratio": middle, "quartiles": [low, high], "ratio_of_medians": median / statistics.median(peer)}
     return {"ms": median, **ratio, "times": times, "losses": series[name]["loss"]}
@@ -187,21 +177,9 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--memory", action="store_true", help="peak memory too, each contender in processes of its own")
-    parser.add_argument("--json", help="write everything measured to this file")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: under torchrun")
-    parser.add_argument("--two-hosts", action="store_true", help="in two network namespaces, one rank in each")
-    parser.add_argument("--peak-of", choices=CONTENDERS, help=argparse.SUPPRESS)  # what --memory starts
-    return parser.parse_args()
-
-
 def main() -> None:
-    chosen = options()
+    lists, flags = {"cases": [*CASES], "contenders": [*CONTENDERS]}, {"memory": False, "two_hosts": False}
+    chosen = command_line(__doc__, **lists, **flags, rounds=15, device="cpu", json=None, peak_of="")
     if chosen.two_hosts:
         sys.exit(run_on_two_hosts([word for word in sys.argv[1:] if word != "--two-hosts"]))
     if chosen.peak_of:
@@ -213,7 +191,7 @@ def main() -> None:
         cases = _cases_of_torchrun(cases, chosen.device)
     results = []
     for key, case in cases.items():
-        names = [name for name in chosen.contenders or CONTENDERS if name in case.contenders()]
+        names = [name for name in chosen.contenders if name in case.contenders()]
         results.append(run(key, case, names, chosen.rounds, chosen.memory))
         if os.environ.get("RANK", "0") == "0":
             print(table(results[-1]), flush=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 
 def command_line(doc: str | None, **defaults: Any) -> Namespace:
@@ -16,7 +19,7 @@ def command_line(doc: str | None, **defaults: Any) -> Namespace:
         many = isinstance(default, list)
         kind = type(default[0] if many else default) if default is not None else str
         how: Any = {"action": "store_true"} if kind is bool else {"type": kind, "nargs": "*" if many else None}
-        parser.add_argument(f"--{name}", default=default, **how)
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **how)
     return parser.parse_args()
 
 
@@ -26,13 +29,30 @@ def milliseconds(call: Callable[[], Any]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[float]]:
-    """Milliseconds of each call of each contender, without the first ``warm_up``: none has all of a noisy minute."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(warm_up + rounds):
-        for name, call in calls.items():
-            found[name].append(milliseconds(call))
+def now_on_all_ranks() -> float:
+    """Seconds, once all ranks are here: of the slowest one."""
+    dist.barrier()
+    return time.perf_counter()
+
+
+def in_turns(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 0, now: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Milliseconds of each call of each contender, without the first ``warm_up``: none has all of a noisy minute, and
+    none always follows the same one."""
+    found, names = {name: list[float]() for name in calls}, [*calls]
+    for i in range(warm_up + rounds):
+        for name in [*names[i % len(names) :], *names[: i % len(names)]]:
+            start = now()
+            calls[name]()
+            found[name].append(1e3 * (now() - start))
     return {name: times[warm_up:] for name, times in found.items()}
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The first one, the median and the third one."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+    return low, middle, high
 
 
 def status(field: str) -> float:

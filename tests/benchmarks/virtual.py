@@ -6,19 +6,18 @@ python -m tests.benchmarks.virtual [--ranks 2] [--virtual 8] [--steps 20]
 from __future__ import annotations
 
 import statistics
-import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from tests.benchmarks.tools import command_line
+from tests.benchmarks.tools import command_line, in_turns, now_on_all_ranks, quartiles
 from tests.benchmarks.workloads import WORKLOADS
 
 
 def measure(virtual_ranks: int, steps: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each step, and bytes that this rank sends in one, of both."""
+    """Milliseconds of each step, and bytes that this rank sends in one, of both."""
     work, counter = WORKLOADS["gpt"], fs.communication.Counter()
     torch.manual_seed(0)
     model, mesh = work.model(), fs.init_mesh().with_backend(counter)
@@ -40,26 +39,23 @@ def measure(virtual_ranks: int, steps: int) -> tuple[dict[str, list[float]], dic
         return opt.step(params, grads=total, state=state)[0]
 
     batches = [work.batch(v, 1) for v in fs.virtual.ranks(params.layout)]
-    seconds: dict[str, list[float]] = {"virtual": [], "plain": []}
+    calls = {"virtual": lambda: virtual(params, batches), "plain": lambda: plain(params, batches)}
     sent: dict[str, int] = {}
-    for i in range(steps + 1):
-        for name, step in (("virtual", virtual), ("plain", plain)):
-            before, start = sum(x.sent for x in counter.traffic.values()), time.perf_counter()
-            step(params, batches)
-            fs.collectives.psum(torch.zeros(()), fs.init_mesh())
-            seconds[name] += [time.perf_counter() - start] if i else []
-            sent[name] = sum(x.sent for x in counter.traffic.values()) - before
-    return seconds, sent
+    for name, call in calls.items():
+        counter.clear()
+        call()
+        sent[name] = sum(x.sent for x in counter.traffic.values())
+    return in_turns(calls, steps, warm_up=1, now=now_on_all_ranks), sent
 
 
 def main() -> None:
     args = command_line(__doc__, ranks=2, virtual=8, steps=20)
-    seconds, sent = fs.testing.run_ranks(measure, args.ranks, args.virtual, args.steps, timeout=1800)[0]
-    ratios = [a / b for a, b in zip(seconds["virtual"], seconds["plain"], strict=True)]  # of steps that are neighbours
-    low, _, high = statistics.quantiles(ratios)
-    for name in seconds:
-        print(f"{name:8} {1000 * statistics.median(seconds[name]):8.1f} ms, {sent[name]:,} bytes")
-    print(f"ratio    {statistics.median(ratios):8.3f}, quartiles {low:.3f} and {high:.3f}")
+    times, sent = fs.testing.run_ranks(measure, args.ranks, args.virtual, args.steps, timeout=1800)[0]
+    ratios = [a / b for a, b in zip(times["virtual"], times["plain"], strict=True)]  # of steps that are neighbours
+    low, middle, high = quartiles(ratios)
+    for name in times:
+        print(f"{name:8} {statistics.median(times[name]):8.1f} ms, {sent[name]:,} bytes")
+    print(f"ratio    {middle:8.3f}, quartiles {low:.3f} and {high:.3f}")
 
 
 if __name__ == "__main__":

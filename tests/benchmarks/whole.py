@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication import Counter
 from functorch_shard.testing import run_ranks
-from tests.benchmarks.tools import command_line
+from tests.benchmarks.tools import command_line, in_turns, now_on_all_ranks
 
 MUON: dict[str, Any] = {"lr": 0.02}
 Step = Callable[[fs.Sharded, fs.Sharded], fs.Sharded]
@@ -72,23 +73,25 @@ def measured(width: int, layers: int, rounds: int) -> tuple[dict[str, dict[str, 
     trees = {name: fs.shard(source, layout) for name in CONTENDERS}
     grads = fs.shard(matrices(width, layers, seed=1), layout)
     steps = {name: make(trees[name]) for name, make in CONTENDERS.items()}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    sent: dict[str, dict[str, float]] = {}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            counter.clear()
-            fs.collectives.psum(torch.ones(()), mesh)  # all ranks begin together
-            start, cpu = time.perf_counter(), time.process_time()
-            trees[name] = step(trees[name], grads)
-            cpu = time.process_time() - cpu
-            fs.collectives.psum(torch.ones(()), mesh)
-            times[name].append((time.perf_counter() - start, cpu))
-            seen = [traffic for (_, kind), traffic in counter.traffic.items() if kind != "psum"]
-            sent[name] = {"collectives": sum(t.number for t in seen), "sent": sum(t.sent for t in seen)}
+    processor: dict[str, list[float]] = {name: [] for name in steps}
+    rows: dict[str, dict[str, float]] = {}
+
+    def call(name: str) -> None:
+        start = time.process_time()
+        trees[name] = steps[name](trees[name], grads)
+        processor[name].append(time.process_time() - start)
+
+    for name in steps:
+        counter.clear()
+        call(name)
+        traffic = counter.traffic.values()
+        rows[name] = {"collectives": sum(t.number for t in traffic), "sent": sum(t.sent for t in traffic)}
+    times = in_turns({name: partial(call, name) for name in steps}, rounds, now=now_on_all_ranks)
     one, two = (fs.gather(tree, lazy=False) for tree in trees.values())
     apart = max((one[name] - two[name]).abs().max().item() for name in one)
-    medians = {name: map(median, zip(*rows[1:], strict=True)) for name, rows in times.items()}
-    return {n: dict(zip(("seconds", "processor"), pair, strict=True)) | sent[n] for n, pair in medians.items()}, apart
+    for name in steps:
+        rows[name] |= {"seconds": median(times[name]) / 1e3, "processor": median(processor[name][1:])}
+    return rows, apart
 
 
 def main() -> None:

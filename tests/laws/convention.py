@@ -15,6 +15,7 @@ from torch.func import functional_call, jvp
 import functorch_shard as fs
 
 Tree = Any
+tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
 LR, WEIGHT = 0.3, 0.7
 SIZES = (3, 5, 2)  # of a batch, the inputs and the outputs
 
@@ -105,7 +106,7 @@ class Side:
     norm: Callable[[Tree], Tensor]
 
     def step(self, p: Tree, s: Samples) -> Tree:
-        return optree.tree_map(lambda w, g: w - LR * g, p, self.gradient(p, s.x, s.y))
+        return tree_map(lambda w, g: w - LR * g, p, self.gradient(p, s.x, s.y))
 
 
 def penalty_on_inputs(side: Side, p: Tree, s: Samples) -> Tensor:
@@ -151,7 +152,7 @@ def on_mesh(mesh: fs.Mesh, side: Side, tasks: list[str]) -> dict[str, fs.Full]:
     results = {}
     for task in tasks:
         run = mesh.spmd(lambda p, v, *rows, task=task: TASKS[task](side, p, v, Samples(*rows)))
-        results[task] = fs.gather(optree.tree_map(Tensor.detach, run(params, v, *samples.tensors())), lazy=False)
+        results[task] = fs.gather(tree_map(Tensor.detach, run(params, v, *samples.tensors())), lazy=False)
     return results
 
 

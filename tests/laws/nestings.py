@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.func import jvp, linearize, vjp, vmap
@@ -23,11 +22,10 @@ from torch.nn.functional import linear
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.laws import convention
-from tests.laws.convention import Samples, direction, plain_loss, whole_parameters
+from tests.laws.convention import Samples, direction, plain_loss, tree_map, whole_parameters
 from tests.support import reference
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 
-tree_map: Any = optree.tree_map
 Tree = Any
 
 

@@ -6,7 +6,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from tests.laws.convention import (
     plain_loss,
     sharded_loss,
     sharded_side,
+    tree_map,
     whole_parameters,
 )
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
@@ -134,7 +134,7 @@ def test_one_rank_alone_may_be_differentiated_by_anybody() -> None:
 def test_a_step_that_stops_the_gradient_may_be_differentiated_by_anybody(axes: dict[str, int]) -> None:
     """First-order MAML: the gradient at the parameters after the step."""
     mesh, loss = fs.simulated_mesh({"shard": 1, **axes}), partial(sharded_loss, lazy=None)
-    stopped = lambda p, x, y: optree.tree_map(Tensor.detach, fs.grad(loss)(p, x, y))  # noqa: E731
+    stopped = lambda p, x, y: tree_map(Tensor.detach, fs.grad(loss)(p, x, y))  # noqa: E731
     sides = [Side(loss, stopped, outer, dot_over_ranks, fs.global_norm) for outer in (fs.grad, torch.func.grad)]
     by_fs, by_torch = (on_mesh(mesh, side, ["through one step"]) for side in sides)
     assert_trees_close(by_torch, by_fs, rtol=1e-12, atol=1e-14)
@@ -163,7 +163,7 @@ def test_outside_spmd_a_gradient_through_a_step_is_that_of_the_unsharded_model(a
         return plain_loss(fs.gather(p), x, y)
 
     def step(gradient: Any, p: Any) -> Any:
-        return optree.tree_map(lambda w, g: w - LR * g, p, gradient(p))
+        return tree_map(lambda w, g: w - LR * g, p, gradient(p))
 
     def whole(p: Any) -> Any:
         return plain_loss(p, x, y)
@@ -194,7 +194,7 @@ def twice_on_this_rank(mesh: fs.Mesh, reduction: Any) -> list[Any]:
         for function, value in zip((functional.jvp, functional.hvp), want, strict=True):
             told = text_of(function, of_shards, *given)
             results.append(told or all_close(function(of_shards, *given)[1], value))
-        leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), params)
+        leaves = tree_map(lambda x: x.clone().requires_grad_(), params)
         by_input = functional.hvp(lambda x, loss=loss, leaves=leaves: loss(leaves, x), rows.x, rows.next_x)[1]
         alone = functional.hvp(lambda x: plain_loss(whole_parameters(), x, rows.y), rows.x, rows.next_x)[1]
         results.append(all_close(by_input, alone))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -28,16 +26,15 @@ from tests.referees.referee import quiet
 from tests.referees.table import referees
 from tests.support import launching, public_bugs
 from tests.support.models import awkward
-from tests.support.pages import ROOT
+from tests.support.scripts import example
 
-sys.path.append(str(ROOT / "examples"))  # they import each other, as scripts do
 NAMES = ["maml", "dp_sgd", "influence", "lanczos", "evolution", "unit_test_your_sharding"]
-maml, dp_sgd, influence, lanczos, evolution, tested = map(import_module, NAMES)
-agents, contrastive, force_field, pinn = map(import_module, ["agents", "contrastive", "force_field", "pinn"])
-gpt, train_gpt, muon_gpt, lora = map(import_module, ["gpt", "train_gpt", "muon_gpt", "lora"])
-side_by_side = import_module("side_by_side")
-production, same_bits, diloco = map(import_module, ["production", "same_bits", "diloco"])
-long_context, moe, pipeline, schedules = map(import_module, ["long_context", "moe", "pipeline", "schedules"])
+maml, dp_sgd, influence, lanczos, evolution, tested = map(example, NAMES)
+agents, contrastive, force_field, pinn = map(example, ["agents", "contrastive", "force_field", "pinn"])
+gpt, train_gpt, muon_gpt, lora = map(example, ["gpt", "train_gpt", "muon_gpt", "lora"])
+side_by_side = example("side_by_side")
+production, same_bits, diloco = map(example, ["production", "same_bits", "diloco"])
+long_context, moe, pipeline, schedules = map(example, ["long_context", "moe", "pipeline", "schedules"])
 
 RANKS = 4  # on which there are the fewest samples for each
 Program = Callable[[fs.Mesh], Any]
@@ -188,7 +185,7 @@ def of_production(mesh: fs.Mesh) -> Any:
 
 
 def of_hf_llama(mesh: fs.Mesh) -> Any:
-    hf_llama = import_module("hf_llama")
+    hf_llama = example("hf_llama")
     sizes = {"vocab_size": 60, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
     config = hf_llama.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, use_cache=False)
     with tempfile.TemporaryDirectory() as folder, quiet():
@@ -226,7 +223,7 @@ def bound(model: nn.Module, full: Any, args: Any) -> Any:
 
 
 for each in (long_context, moe):  # mutants run on sequential ranks, which share a model whose collectives wait
-    each.functional_call = bound  # pyright: ignore[reportAttributeAccessIssue]
+    each.functional_call = bound
 
 
 def of_long_context(mesh: fs.Mesh, way: str) -> Any:

@@ -5,11 +5,8 @@ On gloo ranks they train in test_example_results; tests/mutants drops each of th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache, partial
-from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.pool import run_ranks
+from tests.support.scripts import example
 
-FOLDER = Path(__file__).parents[2] / "examples"
 Full = dict[str, Tensor]
 
 
@@ -42,18 +39,12 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def imported(name: str) -> Any:
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # where examples find what they share
-    return import_module(name)
-
-
 @cache
 def case(name: str) -> Case:
-    losses_of = imported("gpt").losses_of
+    losses_of = example("gpt").losses_of
     torch.manual_seed(0)
     if name == "moe":
-        moe = imported("moe")
+        moe = example("moe")
         model = moe.Model().double()
         return Case(
             model,
@@ -65,7 +56,7 @@ def case(name: str) -> Case:
         )
     of_rank = lambda program, *args: program.of_rank(*args)  # noqa: E731
     if name == "pipeline":
-        pipeline = imported("pipeline")
+        pipeline = example("pipeline")
         model = pipeline.new_model()
 
         def losses(full: Full, x: Tensor, y: Tensor) -> Tensor:
@@ -73,7 +64,7 @@ def case(name: str) -> Case:
 
         on, axes = lambda mesh: pipeline.Program(mesh, model, microbatches=2), ("stage", "shard")
     else:
-        long_context = imported("long_context")
+        long_context = example("long_context")
         model = long_context.Model().double()
 
         def losses(full: Full, x: Tensor, y: Tensor) -> Tensor:
@@ -150,7 +141,7 @@ def test_a_ring_of_four_ranks_attends_to_the_whole_sequence() -> None:
 
 def by_schedule(mesh: fs.Mesh, schedule: str, microbatches: int = 2) -> None:
     """The gradient that a schedule takes by itself, and its derivative, against the unsharded loss."""
-    schedules, program = imported("schedules"), imported("pipeline").Program(mesh, case("pipeline").model, microbatches)
+    schedules, program = example("schedules"), example("pipeline").Program(mesh, case("pipeline").model, microbatches)
     ticks = getattr(schedules, schedule)(mesh.axes["stage"], microbatches)
     direction = fs.curvature.randn_like(program.params, seed=1)
 
@@ -180,7 +171,7 @@ def test_gradients_by_a_schedule_are_those_of_the_whole_program(schedule: str) -
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (3, 1), (4, 2), (4, 7)])
 def test_a_schedule_runs_each_microbatch_once_when_what_it_needs_is_there(stages: int, microbatches: int) -> None:
-    schedules = imported("schedules")
+    schedules = example("schedules")
     for schedule, held in ((schedules.gpipe, microbatches), (schedules.one_f_one_b, min(stages, microbatches))):
         ticks = schedule(stages, microbatches)
         ahead = {(s, m): t for t, tick in enumerate(ticks) for s, m in enumerate(tick.forward) if m >= 0}
@@ -194,8 +185,8 @@ def test_a_schedule_runs_each_microbatch_once_when_what_it_needs_is_there(stages
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_a_batch_that_microbatches_do_not_divide_is_refused(schedule: str) -> None:
-    mesh, schedules = fs.simulated_mesh({"stage": 2, "shard": 2}), imported("schedules")
-    program = imported("pipeline").Program(mesh, case("pipeline").model, microbatches=3)  # of the 4 samples of a rank
+    mesh, schedules = fs.simulated_mesh({"stage": 2, "shard": 2}), example("schedules")
+    program = example("pipeline").Program(mesh, case("pipeline").model, microbatches=3)  # of the 4 samples of a rank
     gradients = partial(schedules.gradients, program, getattr(schedules, schedule)(2, 3))
     with pytest.raises(RuntimeError, match="unflatten"):
         mesh.spmd(gradients, out_dims=0)(program.params, *program.split(batch()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from examples.unit_test_your_sharding import (  # noqa: F401  (collected here)
     test_the_laws_notice_a_gradient_that_is_not_reduced,
 )
 from tests.support.pool import run_ranks
-from tests.support.scripts import printed_by
+from tests.support.scripts import example, printed_by
 
 FOLDER = Path(__file__).parents[2] / "examples"
 TEXT = ["--text", str(FOLDER / "train_gpt.py")]
@@ -75,8 +74,7 @@ def test_results_are_those_of_the_unsharded_program(name: str, ranks: str) -> No
 
 @pytest.mark.parametrize("name", ["contrastive.py", "force_field.py", "maml.py", "muon_gpt.py", "pinn.py"])
 def test_an_example_fails_where_gradients_are_not_reduced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
     broken = fs.simulated_mesh(2).with_backend(fs.communication.skip("psum_scatter", "psum"))
-    monkeypatch.setattr(import_module("side_by_side"), "ranks", lambda _: broken)
+    monkeypatch.setattr(example("side_by_side"), "ranks", lambda _: broken)
     with pytest.raises(SystemExit, match="1"):
         printed_by(str(FOLDER / name), *TOY[name])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
-
-import torch
 
 from tests.referees.referee import Outcome, Referee, beside, outcomes
 
@@ -48,23 +45,3 @@ def versions(chosen: Sequence[Referee]) -> str:
     of = packages_distributions()
     names = dict.fromkeys(of[package][0] for package in ("torch", *(one.package for one in chosen if one.installed)))
     return ", ".join(f"{name} {version(name)}" for name in names)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the table, and the errors of what is not as expected; 1 if there is any such thing."""
-    parser = argparse.ArgumentParser(prog="python -m tests.referees", description=__doc__)
-    parser.add_argument(
-        "packages", nargs="*", metavar="PACKAGE", help=f"of {', '.join(PACKAGES)}; all if none is named"
-    )
-    parser.add_argument("-k", default="", metavar="TEXT", help="only programs with this text in their names")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    chosen = [referee for referee in referees(options.packages) if options.k in str(referee)]
-    print(versions(chosen), "", "| " + " | ".join(HEADER) + " |", "|---" * len(HEADER) + "|", sep="\n")
-    failed = []
-    for line, unexpected in rows(chosen):
-        print("| " + " | ".join(line) + " |", flush=True)
-        failed += [f"{line[0]}: {result.ranks}: {result} {result.error}" for result in unexpected]
-    missing = [str(referee) for referee in chosen if not referee.installed]
-    print("", *(f"not installed: {name}" for name in missing), *failed, sep="\n")
-    return int(bool(failed))

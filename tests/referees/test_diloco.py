@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -15,8 +13,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from tests.support.pool import run_ranks
-
-FOLDER = str(Path(__file__).parents[2] / "examples")
+from tests.support.scripts import example
 
 
 def model_and_rounds() -> tuple[nn.Module, list[Tensor]]:
@@ -35,7 +32,7 @@ def reduced(x: Tensor, should_quantize: bool) -> Any:
 
 def by_torchft(worker: int) -> dict[str, Tensor]:
     """Each rank trains the whole model on the data of its worker; two ranks of one worker do the same."""
-    diloco, (model, rounds) = import_module("diloco"), model_and_rounds()
+    diloco, (model, rounds) = example("diloco"), model_and_rounds()
     manager = MagicMock(_use_async_quorum=False, allreduce=reduced, current_step=lambda: 0, should_commit=lambda: True)
     inner = torch.optim.AdamW(model.parameters(), **diloco.INNER)
     outer = torch.optim.SGD(model.parameters(), **diloco.OUTER)
@@ -48,8 +45,7 @@ def by_torchft(worker: int) -> dict[str, Tensor]:
 
 
 def both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    sys.path.insert(0, FOLDER)
-    diloco, mesh = import_module("diloco"), fs.init_mesh({"worker": 2, "shard": -1})
+    diloco, mesh = example("diloco"), fs.init_mesh({"worker": 2, "shard": -1})
     params = diloco.train(mesh, *model_and_rounds(), diloco.CODECS["none"])
     return dict(fs.gather(params, lazy=False)), by_torchft(mesh.rank // (mesh.size // 2))
 

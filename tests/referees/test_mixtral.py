@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,15 +15,10 @@ from torch.func import functional_call, grad_and_value
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.pool import run_ranks
+from tests.support.scripts import example
 
 pytest.importorskip("transformers")
-FOLDER = str(Path(__file__).parents[2] / "examples")
-
-
-def mixture() -> Any:
-    if FOLDER not in sys.path:
-        sys.path.append(FOLDER)
-    return import_module("mixture")
+mixture = partial(example, "mixture")
 
 
 class Layer(nn.Module):
@@ -47,7 +41,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 def by_shards(mesh: fs.Mesh) -> dict[str, Any]:
     layer, (x, weights) = Layer(), data()
-    params, local = import_module("stacks").with_stacks(
+    params, local = example("stacks").with_stacks(
         mesh, "expert", dict(layer.named_parameters()), ["experts.up", "experts.down"]
     )
     way = mixture().by_all_to_all(mesh["expert"])

@@ -6,38 +6,14 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-import optree
 import pytest
 import torch
-from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.curvature import to_vector
 from tests.curvature.tasks import matrix, matrix_of_small, operator, small, vector
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
-
-
-def lanczos(matvec: Any, start: Any, steps: int) -> Tensor:
-    """Eigenvalues of the tridiagonal matrix, with full reorthogonalization."""
-
-    def axpy(a: Tensor, x: Any, y: Any) -> Any:
-        return optree.tree_map(lambda x, y: a * x + y, x, y)
-
-    basis: list[Any] = [optree.tree_map(lambda x: x / fs.curvature.vdot(start, start).sqrt(), start)]
-    alphas, betas = [], []
-    for _ in range(steps):
-        w = matvec(basis[-1])
-        alphas.append(fs.curvature.vdot(basis[-1], w))
-        for _ in range(2):
-            for q in basis:
-                w = axpy(-fs.curvature.vdot(q, w), q, w)
-        betas.append(fs.curvature.vdot(w, w).sqrt())
-        if betas[-1] < 1e-10:
-            break
-        basis.append(optree.tree_map(lambda x, beta=betas[-1]: x / beta, w))
-    off = torch.stack(betas[: len(alphas) - 1])
-    return torch.linalg.eigvalsh(torch.diag(torch.stack(alphas)) + torch.diag(off, 1) + torch.diag(off, -1))
-
+from tests.support.scripts import example
 
 pytest.importorskip("scipy")
 every_kind = pytest.mark.parametrize("ranks", [*simulated(1, 3, HYBRID), *gloo(2, 3)], ids=str)
@@ -50,7 +26,8 @@ def start(n: int) -> Any:
 def spectra(mesh: fs.Mesh) -> list[Any]:
     """Of the operator: by Lanczos on shards, and by eigsh outside of the ranks."""
     made, linalg = small(mesh), import_module("scipy.sparse.linalg")
-    by_trees = lanczos(made.matvec, fs.curvature.randn_like(made.params, 0), made.shape[0]).numpy()
+    lanczos, begin = example("lanczos").lanczos, fs.curvature.randn_like(made.params, 0)
+    by_trees = lanczos(made.matvec, begin, fs.curvature.vdot, made.shape[0])[0].numpy()
     by_scipy = [
         linalg.eigsh(made, k=1, which=end, v0=start(made.shape[0]), return_eigenvectors=False) for end in ("SA", "LA")
     ]

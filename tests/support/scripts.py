@@ -10,11 +10,21 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from functorch_shard.testing.processes import new_processes
+
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+
+
+def example(name: str) -> Any:
+    """The module of ``examples/NAME.py``; examples find each other, as scripts do."""
+    if EXAMPLES not in sys.path:
+        sys.path.append(EXAMPLES)
+    return import_module(name)
 
 
 def printed_by(script: str, *arguments: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from tests.referees.referee import Referee, Where
-from tests.referees.training import Batch, Task, parts, rows_of, trained, trained_by_fsdp2
+from tests.referees.training import Task, parts, rows_of, trained, trained_by_fsdp2
 
 
 class Loss(nn.Module):
@@ -34,10 +34,6 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
 
 def tokens(length: int, seed: int = 1) -> Tensor:
     return torch.randint(1, 20, (4, length), generator=torch.Generator().manual_seed(seed))
-
-
-def itself(x: Tensor) -> Tensor:
-    return x
 
 
 # Flows
@@ -265,8 +261,7 @@ def laplace(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def by_backward(make: Any, batch: Any, where: Where) -> dict[str, Any]:
     """The gradient by ``backward()``, for a loss whose hook calls it."""
-    task = Task(make, batch, itself)
-    model = task.made()
+    model = Task(make, batch).made()
     if isinstance(where, int):
         torch.stack([model(**part) for part in parts(batch(), where)]).mean().backward()
         return {"gradient": {name: p.grad for name, p in model.named_parameters()}}
@@ -314,50 +309,18 @@ def kronfluence(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def of(package: str, name: str, model: Any, batch: Any, **options: Any) -> Referee:
-    task = Task(model, batch, itself, bound=True, dropout=True)  # they have none, and nequip a "p" of its own
+    task = Task(model, batch, bound=True, dropout=True)  # they have none, and nequip a "p" of its own
     return Referee(package, name, partial(trained, task), fsdp2=partial(trained_by_fsdp2, task), **options)
 
 
-def points() -> Batch:
-    return {"x": draw(3)}
-
-
-def line() -> Batch:
-    return {"x": draw(1)}
-
-
-def plane() -> Batch:
-    return {"x": draw(2)}
-
-
-def images() -> Batch:
-    return {"x": draw(1, 8, 8)}
-
-
-def molecules() -> Batch:
-    return {"x": draw(ATOMS, 3), "e": draw(1, seed=2), "f": draw(ATOMS, 3, seed=3)}
-
-
-def graphs() -> Batch:
-    return {"x": draw(ATOMS, 3), "y": draw(ATOMS, 1, seed=2)}
-
-
-def text() -> Batch:
-    return {"x": tokens(7)}
-
-
-def noised() -> Batch:
-    return {"x": draw(1, 8, 8), "t": torch.tensor([1, 3, 5, 7]), "noise": draw(1, 8, 8, seed=2)}
-
-
-def captions() -> Batch:
-    return {"image": torch.cat([draw(3, 8, 8), draw(3, 8, 8, seed=5)]), "text": torch.cat([tokens(6), tokens(6, 3)])}
-
-
-def texts() -> Batch:
-    return {"one": torch.cat([tokens(6), tokens(6, 3)]), "other": torch.cat([tokens(6, 5), tokens(6, 7)])}
-
-
+points, line, plane, images = (partial(dict, x=draw(*shape)) for shape in ((3,), (1,), (2,), (1, 8, 8)))
+molecules = partial(dict, x=draw(ATOMS, 3), e=draw(1, seed=2), f=draw(ATOMS, 3, seed=3))
+graphs = partial(dict, x=draw(ATOMS, 3), y=draw(ATOMS, 1, seed=2))
+text = partial(dict, x=tokens(7))
+noised = partial(dict, x=draw(1, 8, 8), t=torch.tensor([1, 3, 5, 7]), noise=draw(1, 8, 8, seed=2))
+words, others = torch.cat([tokens(6), tokens(6, 3)]), torch.cat([tokens(6, 5), tokens(6, 7)])
+captions = partial(dict, image=torch.cat([draw(3, 8, 8), draw(3, 8, 8, seed=5)]), text=words)
+texts = partial(dict, one=words, other=others)
 MNRL = partial(sentence_transformers, "MultipleNegativesRankingLoss")
 CACHED = partial(sentence_transformers, "CachedMultipleNegativesRankingLoss", mini_batch_size=2)
 WRITTEN, READ, DRAWN = "inplace arithmetic", "data-dependent control flow", "inplace randomness"  # of batched ranks

@@ -14,7 +14,7 @@ import functorch_shard as fs
 from tests.referees.programs.transformers import SINGLE, loss_of, text, tokens
 from tests.referees.programs.transformers import made as base
 from tests.referees.referee import Referee, Where, of_all
-from tests.referees.training import Batch, Task, rows_of, trained
+from tests.referees.training import Task, rows_of, trained
 
 
 def adapted(**options: Any) -> Any:
@@ -60,14 +60,6 @@ class AgainstTheBase(nn.Module):
         return (self.model(input_ids).logits - before + 0.1).square().mean()
 
 
-def ids() -> Batch:
-    return {"input_ids": tokens()}
-
-
-def itself(value: Tensor) -> Tensor:
-    return value
-
-
 def read_by_peft(where: Where, merge: bool) -> dict[str, Any]:
     """Logits of another model with the adapters, as peft takes them from a state dict, loads and merges them."""
     library, model, other = import_module("peft"), adapted(), adapted()
@@ -86,6 +78,7 @@ def referee(name: str, program: Any, **options: Any) -> Referee:
     return Referee("peft", name, program, tolerance=SINGLE, **options)
 
 
+IDS = partial(dict, input_ids=tokens())
 WRITES = "Tensor.requires_grad_()"
 REFEREES = [
     referee("LoRA", partial(trained, Task(adapted, text, loss_of))),
@@ -97,7 +90,7 @@ REFEREES = [
         batched="saved tensor hooks",
     ),
     referee("disable_adapter", without_adapters, batched=WRITES),
-    referee("LoRA against the base in one loss", partial(trained, Task(AgainstTheBase, ids, itself))),
+    referee("LoRA against the base in one loss", partial(trained, Task(AgainstTheBase, IDS))),
     referee("adapters saved and loaded", partial(read_by_peft, merge=False)),
     referee("adapters loaded and merged", partial(read_by_peft, merge=True)),
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.referees.referee import Referee
-from tests.referees.training import Batch, Task, trained
+from tests.referees.training import Task, trained
 
 
 class Velocity(nn.Module):
@@ -37,14 +37,9 @@ class Flow(nn.Module):
         )[-1]
 
 
-def flow(solver: str, method: str) -> nn.Module:
-    return Flow(solver, method)
-
-
-def points() -> Batch:
-    """Of different size on each rank, so that adaptive solvers take other steps there."""
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return {"x": x * torch.tensor([0.1, 0.3, 1.0, 2.5])[:, None]}
+# Of different size on each rank, so that adaptive solvers take other steps there.
+POINTS = torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+POINTS = POINTS * torch.tensor([0.1, 0.3, 1.0, 2.5])[:, None]
 
 
 def squares(y: Tensor) -> Tensor:
@@ -52,7 +47,7 @@ def squares(y: Tensor) -> Tensor:
 
 
 def of(name: str, solver: str, method: str, task: Any = None, **options: Any) -> Referee:
-    made = Task(partial(flow, solver, method), points, squares, **(task or {}))
+    made = Task(partial(Flow, solver, method), partial(dict, x=POINTS), squares, **(task or {}))
     return Referee("torchdiffeq", name, partial(trained, made), **options)
 
 

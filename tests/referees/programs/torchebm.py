@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.referees.referee import Referee
-from tests.referees.training import Batch, Task, trained, trained_by_fsdp2
+from tests.referees.training import Task, trained, trained_by_fsdp2
 
 
 def network(outputs: int) -> Any:
@@ -51,23 +51,12 @@ def loss(kind: str, outputs: int = 1, **options: Any) -> nn.Module:
     return Seeded(getattr(library, kind)(network(outputs), dtype=torch.float64, **options))
 
 
-def points() -> Batch:
-    return {"x": torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)}
-
-
-def pairs() -> Batch:
-    """With points of the source."""
-    return {**points(), "x0": torch.randn(8, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)}
-
-
-def itself(value: Tensor) -> Tensor:
-    return value
+POINTS, SOURCE = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def referee(name: str, kind: str, batched: str = "", tolerance: float = 1e-10, **options: Any) -> Referee:
-    task = Task(
-        partial(loss, kind, **options), pairs if "energy_type" in options else points, itself, randomness="same"
-    )
+    source = {"x0": SOURCE} if "energy_type" in options else {}
+    task = Task(partial(loss, kind, **options), partial(dict, x=POINTS, **source), randomness="same")
     program, fsdp2 = partial(trained, task), partial(trained_by_fsdp2, task)
     return Referee("torchebm", name, program, batched=batched, tolerance=tolerance, fsdp2=fsdp2)
 

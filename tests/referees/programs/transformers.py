@@ -21,35 +21,30 @@ SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {**SMALL, **HEADS, "use_cache": False}
 IMAGES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-MODELS: dict[str, tuple[str, str, Mapping[str, Any]]] = {
-    "Llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA),
-    "Llama, tied": ("LlamaConfig", "LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
-    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**LLAMA, "head_dim": 4}),
+MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", LLAMA),
+    "Llama, tied": ("LlamaForCausalLM", {**LLAMA, "tie_word_embeddings": True}),
+    "Qwen3": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 4}),
     "GPT-2": (
-        "GPT2Config",
         "GPT2LMHeadModel",
         {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
         | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     ),
     "BERT": (
-        "BertConfig",
         "BertForMaskedLM",
         {**SMALL, "num_attention_heads": 2, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16},
     ),
     "T5": (
-        "T5Config",
         "T5ForConditionalGeneration",
         {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
         | {"use_cache": False, "decoder_start_token_id": 0, "pad_token_id": 0, "dropout_rate": 0.0},
     ),
     "Mixtral": (
-        "MixtralConfig",
         "MixtralForCausalLM",
         {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
     ),
-    "ViT": ("ViTConfig", "ViTForImageClassification", {**IMAGES, "image_size": 8, "patch_size": 4, "num_labels": 5}),
+    "ViT": ("ViTForImageClassification", {**IMAGES, "image_size": 8, "patch_size": 4, "num_labels": 5}),
     "Whisper": (
-        "WhisperConfig",
         "WhisperForConditionalGeneration",
         {"vocab_size": VOCABULARY, "num_mel_bins": 4, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
         | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
@@ -58,7 +53,6 @@ MODELS: dict[str, tuple[str, str, Mapping[str, Any]]] = {
         | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0),
     ),
     "Mamba": (
-        "MambaConfig",
         "MambaForCausalLM",
         {"vocab_size": VOCABULARY, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "use_cache": False}
         | {"expand": 2, "conv_kernel": 3, "time_step_rank": 2},
@@ -70,8 +64,8 @@ def made(name: str, **options: Any) -> Any:
     library = import_module("transformers")
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
-    config, model, sizes = MODELS[name]
-    return getattr(library, model)(getattr(library, config)(**{**sizes, **options}))
+    model = getattr(library, MODELS[name][0])
+    return model(model.config_class(**{**MODELS[name][1], **options}))
 
 
 def tokens() -> Tensor:
