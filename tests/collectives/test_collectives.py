@@ -14,7 +14,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, pmin, psum, psum_scatter
 from functorch_shard.testing import assert_trees_close
 from tests.support import reference
-from tests.support.programs import PROGRAMS, TRANSFORMS, as_rank, cases
+from tests.support.programs import PROGRAMS, TRANSFORMS, cases, on_rank, on_rows
 from tests.support.ranks import Ranks, gloo, on_each, rows_of, sequential, simulated, slow
 from tests.support.refusals import refused
 
@@ -41,7 +41,7 @@ def on_two_axes(mesh: fs.Mesh) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     mine = rows_of(mesh, torch.randn(mesh.size, 4, 4, generator=generator, dtype=torch.float64))
     axes: dict[str, Any] = {"both": mesh, **{name: mesh[name] for name in mesh.axes}}
-    return {f"{n} {key}": mesh.spmd(as_rank(PROGRAMS[n], axis))(mine) for n in PROGRAMS for key, axis in axes.items()}
+    return {f"{n} {key}": mesh.spmd(on_rank(n, axis))(mine) for n in PROGRAMS for key, axis in axes.items()}
 
 
 @pytest.mark.parametrize("ranks", gloo({"a": 2, "b": 2}), ids=str)
@@ -53,11 +53,11 @@ def test_two_axes_of_real_ranks_are_two_axes_of_simulated_ones(ranks: Ranks) -> 
 def test_vmaps_on_both_sides_of_the_ranks_nest(program: str) -> None:
     mesh = fs.simulated_mesh(3)
     rows = torch.randn(3, 2, 3, 4, 6, dtype=torch.float64)  # (ranks, outer batch, dim, inner batch, dim)
-    inner = mesh.spmd(lambda x: vmap(as_rank(PROGRAMS[program], mesh), in_dims=1)(x))
+    inner = mesh.spmd(lambda x: vmap(on_rank(program, mesh), in_dims=1)(x))
     actual = vmap(inner, in_dims=1, out_dims=1)(rows)
 
     def one(i: int, j: int) -> Tensor:
-        return reference.run(PROGRAMS[program], rows[:, i, :, j])
+        return on_rows(program, rows[:, i, :, j])
 
     expected = torch.stack([torch.stack([one(i, j) for j in range(4)], 1) for i in range(2)], 1)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
@@ -78,9 +78,9 @@ def test_a_mesh_of_several_axes_is_one_axis_in_row_major_order(verb: str, sizes:
 def test_one_axis_of_two_leaves_the_other_alone(program: str, axis: str) -> None:
     mesh = fs.simulated_mesh({"a": 2, "b": 3})
     rows = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-    actual = mesh.spmd(as_rank(PROGRAMS[program], mesh[axis]))(rows)
+    actual = mesh.spmd(on_rank(program, mesh[axis]))(rows)
     dim = 1 - "ab".index(axis)  # the ranks of the other axis are independent
-    expected = torch.stack([reference.run(PROGRAMS[program], x) for x in rows.unbind(dim)], dim)
+    expected = torch.stack([on_rows(program, x) for x in rows.unbind(dim)], dim)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -1,9 +1,10 @@
-"""The table of per-rank programs and of transforms that simulated and real ranks are both held to."""
+"""The table of programs with collectives and of transforms that simulated and real ranks are both held to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,181 +13,103 @@ from torch.func import grad, jvp, vjp, vmap
 
 import functorch_shard as fs
 from tests.support import reference
-from tests.support.reference import Ask, Program
 
-Steps = Generator[Ask, Any, Tensor]
-
-
-def psum(x: Tensor) -> Steps:
-    return (yield "psum", x, 0)
+# A program is a function of a collective, c(verb, x, dim or options), of a matrix, and of the number of ranks. On a
+# rank it has the library's collectives; on whole arrays, whose dim 0 are the ranks, those of the reference.
+Program = Callable[[Callable[..., Tensor], Tensor, int], Tensor]
+MATRIX = (-2, -1)
 
 
-def pmean_of_square(x: Tensor) -> Steps:
-    return (yield "pmean", x * x, 0)
+def gather_then_scatter(c: Any, x: Tensor, n: int) -> Tensor:
+    y = c("all_gather", x, 0)
+    return c("psum_scatter", y.tanh() * y.sum(MATRIX, keepdim=True), 0)
 
 
-def pmax(x: Tensor) -> Steps:
-    return (yield "pmax", x**3, 0)
+def by_rank(c: Any, x: Tensor, n: int) -> Tensor:
+    index = c("axis_index", x)[..., None, None]
+    return c("psum", x * x * (index + 1)) * (index + 2)
 
 
-def gather_first(x: Tensor) -> Steps:
-    y = yield "all_gather", x, 0
-    return y * y
+def twice(c: Any, x: Tensor, n: int) -> Tensor:
+    y = c("psum", x.sin())
+    return c("psum", y * x) + y
 
 
-def gather_last(x: Tensor) -> Steps:
-    y = yield "all_gather", x.sin(), -1
-    return y
+def of_constant(c: Any, x: Tensor, n: int) -> Tensor:
+    y, z = c("psum", torch.ones_like(x)), c("all_gather", torch.full_like(x, 2.0), 0)
+    return (y * x).sum(MATRIX) + z.sum(MATRIX)
 
 
-def scatter_first(x: Tensor) -> Steps:
-    y = yield "psum_scatter", x * x, 0
-    return y.cos()
-
-
-def scatter_last(x: Tensor) -> Steps:
-    y = yield "psum_scatter", x.sin(), -1
-    return y * y
-
-
-def scatter_then_gather(x: Tensor) -> Steps:
-    y = yield "psum_scatter", x, 0
-    z = yield "all_gather", y**3, 0
-    return z * x
-
-
-def gather_then_scatter(x: Tensor) -> Steps:
-    y = yield "all_gather", x, 0
-    y = y.tanh() * y.sum()
-    z = yield "psum_scatter", y, 0
-    return z
-
-
-def normalize(x: Tensor) -> Steps:
-    total = yield "psum", (x * x).sum(), 0
-    return x / (1 + total).sqrt()
-
-
-def by_rank(x: Tensor) -> Steps:
-    index = yield "axis_index", x, 0
-    y = yield "psum", x * x * (index + 1), 0
-    return y * (index + 2)
-
-
-def twice(x: Tensor) -> Steps:
-    y = yield "psum", x.sin(), 0
-    z = yield "psum", y * x, 0
-    return z + y
-
-
-def of_constant(x: Tensor) -> Steps:
-    y = yield "psum", torch.ones_like(x), 0
-    z = yield "all_gather", torch.full_like(x, 2.0), 0
-    return (y * x).sum() + z.sum()
-
-
-def pmin(x: Tensor) -> Steps:
-    return (yield "pmin", x**3, 0)
-
-
-def exchange_dims(x: Tensor) -> Steps:
-    y = yield "all_to_all", x.sin(), lambda n: {"split_dim": 1, "concat_dim": 0}
-    z = yield "all_to_all", y * y, lambda n: {"split_dim": 0, "concat_dim": -1}
-    return z * x
-
-
-def exchange_first(x: Tensor) -> Steps:
-    return (yield "all_to_all", x * x.cos(), lambda n: {"split_dim": 0, "concat_dim": 0})
-
-
-def ragged(n: int) -> dict[str, Any]:
+def sizes(n: int) -> list[list[int]]:
     """One row from each rank to each one, and none between some of the first and the last rank."""
-    return {"sizes": [[int((i + j) % n != n - 1 or 0 < i < n - 1) for j in range(n)] for i in range(n)]}
+    return [[int((i + j) % n != n - 1 or 0 < i < n - 1) for j in range(n)] for i in range(n)]
 
 
-def back(n: int) -> dict[str, Any]:
-    return {"sizes": [*zip(*ragged(n)["sizes"], strict=True)]}
+def there_and_back(c: Any, x: Tensor, n: int) -> Tensor:
+    y = c("ragged_all_to_all", x.sin(), {"sizes": sizes(n)})
+    z = c("ragged_all_to_all", y * y, {"sizes": [*zip(*sizes(n), strict=True)]})
+    return z.sum(MATRIX, keepdim=True) * x
 
 
-def ragged_along_last(n: int) -> dict[str, Any]:
-    return {**ragged(n), "dim": 1}
+def shifted(c: Any, x: Tensor, n: int) -> Tensor:
+    y = c("ppermute", x * x, {"perm": [(i, i + 1) for i in range(n - 1)]})
+    return y + c("ppermute", y.cos() * x, {"perm": [(n - 1, 0)]})
 
 
-def there_and_back(x: Tensor) -> Steps:
-    y = yield "ragged_all_to_all", x.sin(), ragged
-    z = yield "ragged_all_to_all", y * y, back
-    return z.sum() * x
+def exchange_dims(c: Any, x: Tensor, n: int) -> Tensor:
+    y = c("all_to_all", x.sin(), {"split_dim": 1, "concat_dim": 0})
+    return c("all_to_all", y * y, {"split_dim": 0, "concat_dim": -1}) * x
 
 
-def ragged_last(x: Tensor) -> Steps:
-    return (yield "ragged_all_to_all", x**3, ragged_along_last)
-
-
-def ring(x: Tensor) -> Steps:
-    y = yield "ppermute", x.sin(), lambda n: {"perm": [(i, (i + 1) % n) for i in range(n)]}
+def ring(c: Any, x: Tensor, n: int) -> Tensor:
+    y = c("ppermute", x.sin(), {"perm": [(i, (i + 1) % n) for i in range(n)]})
     return y * y * x
 
 
-def shifted(x: Tensor) -> Steps:
-    y = yield "ppermute", x * x, lambda n: {"perm": [(i, i + 1) for i in range(n - 1)]}
-    z = yield "ppermute", y.cos() * x, lambda n: {"perm": [(n - 1, 0)]}
-    return y + z
-
-
-def from_last(x: Tensor) -> Steps:
-    y = yield "broadcast", x * x, lambda n: {"from_rank": n - 1}
-    return y * x
-
-
 PROGRAMS: dict[str, Program] = {
-    program.__name__: program
-    for program in (
-        psum,
-        pmean_of_square,
-        pmax,
-        gather_first,
-        gather_last,
-        scatter_first,
-        scatter_last,
-        scatter_then_gather,
-        gather_then_scatter,
-        normalize,
-        by_rank,
-        twice,
-        of_constant,
-        pmin,
-        exchange_dims,
-        exchange_first,
-        there_and_back,
-        ragged_last,
-        ring,
-        shifted,
-        from_last,
-    )
+    "psum": lambda c, x, n: c("psum", x),
+    "pmean_of_square": lambda c, x, n: c("pmean", x * x),
+    "pmax": lambda c, x, n: c("pmax", x**3),
+    "gather_first": lambda c, x, n: c("all_gather", x, 0).square(),
+    "gather_last": lambda c, x, n: c("all_gather", x.sin(), -1),
+    "scatter_first": lambda c, x, n: c("psum_scatter", x * x, 0).cos(),
+    "scatter_last": lambda c, x, n: c("psum_scatter", x.sin(), -1).square(),
+    "scatter_then_gather": lambda c, x, n: c("all_gather", c("psum_scatter", x, 0) ** 3, 0) * x,
+    "gather_then_scatter": gather_then_scatter,
+    "normalize": lambda c, x, n: x / (1 + c("psum", (x * x).sum(MATRIX, keepdim=True))).sqrt(),
+    "by_rank": by_rank,
+    "twice": twice,
+    "of_constant": of_constant,
+    "pmin": lambda c, x, n: c("pmin", x**3),
+    "exchange_dims": exchange_dims,
+    "exchange_first": lambda c, x, n: c("all_to_all", x * x.cos(), {"split_dim": 0, "concat_dim": 0}),
+    "there_and_back": there_and_back,
+    "ragged_last": lambda c, x, n: c("ragged_all_to_all", x**3, {"sizes": sizes(n), "dim": 1}),
+    "ring": ring,
+    "shifted": shifted,
+    "from_last": lambda c, x, n: c("broadcast", x * x, {"from_rank": n - 1}) * x,
 }
 
 
-def as_rank(program: Program, axis: Any) -> Callable[..., Tensor]:
+def on_rank(program: str, axis: Any) -> Callable[[Tensor], Tensor]:
     """``program`` with the collectives of the library, as each rank runs it."""
 
-    def fn(*args: Tensor) -> Tensor:
-        steps: Any = program(*args)
-        answer = None
-        while True:
-            try:
-                verb, x, how = steps.send(answer)
-            except StopIteration as end:
-                return end.value
-            answer = collective(verb, x, axis, how)
+    def collective(verb: str, x: Tensor, how: Any = 0) -> Tensor:
+        if verb == "axis_index":
+            return fs.collectives.axis_index(axis)
+        options: Any = {"dim": how} if verb in ("all_gather", "psum_scatter") else how or {}
+        return getattr(fs.collectives, verb)(x, axis, **options)
 
-    return fn
+    return lambda x: PROGRAMS[program](collective, x, axis.size)
 
 
-def collective(verb: str, x: Tensor, axis: Any, how: Any) -> Tensor:
-    if verb == "axis_index":
-        return fs.collectives.axis_index(axis)
-    options: Any = {"dim": how} if verb in ("all_gather", "psum_scatter") else how(axis.size) if callable(how) else {}
-    return getattr(fs.collectives, verb)(x, axis, **options)
+def on_rows(program: str, rows: Tensor) -> Tensor:
+    """``program`` on the rows of all ranks."""
+
+    def collective(verb: str, rows: Tensor, how: Any = 0) -> Tensor:
+        return torch.stack([*reference.COLLECTIVES[verb]([*rows.unbind(0)], how)])
+
+    return PROGRAMS[program](collective, rows, len(rows))
 
 
 # Each transform comes twice: what every rank computes, and the same of the whole map from all rows to all rows.
@@ -248,15 +171,14 @@ class Case:
             return torch.randn(self.num_ranks, *shape, generator=generator, dtype=torch.float64)
 
         x = draw(self.shape)
-        y = reference.run(PROGRAMS[self.program], x)
+        y = on_rows(self.program, x)
         return x, draw(self.shape), draw(y.shape[1:])
 
     def expected(self) -> Tensor:
-        program = PROGRAMS[self.program]
-        return TRANSFORMS[self.transform][1](lambda x: reference.run(program, x), *self.rows())
+        return TRANSFORMS[self.transform][1](partial(on_rows, self.program), *self.rows())
 
     def on_rank(self, axis: Any) -> Callable[..., Tensor]:
-        return lambda x, v, w: TRANSFORMS[self.transform][0](as_rank(PROGRAMS[self.program], axis), x, v, w)
+        return lambda x, v, w: TRANSFORMS[self.transform][0](on_rank(self.program, axis), x, v, w)
 
 
 def cases(num_ranks: int, seed: int = 0) -> Iterator[Case]:

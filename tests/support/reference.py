@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-# A program is what one rank does, with "yield" where it communicates: y = yield "psum", x, 0
-# How: the dim, or what gives the options of the collective for a number of ranks.
-How = Any
-Ask = tuple[str, Tensor, How]
-Program = Callable[..., Generator[Ask, Tensor, Tensor]]
-
-
-def run(program: Program, *rows: Tensor) -> Tensor:
-    """``program`` on every row, all ranks in step; the results of the ranks as rows."""
-    ranks = [program(*(x[r] for x in rows)) for r in range(len(rows[0]))]
-    answers: Sequence[Any] = [None] * len(ranks)
-    while True:
-        asks, results = [], []
-        for rank, answer in zip(ranks, answers, strict=True):
-            try:
-                asks.append(rank.send(answer))
-            except StopIteration as end:
-                results.append(end.value)
-        if results:
-            return torch.stack(results)
-        verb, _, how = asks[0]
-        answers = COLLECTIVES[verb]([x for _, x, _ in asks], how(len(asks)) if callable(how) else how)
 
 
 def _all_to_all(xs: list[Tensor], o: Any) -> list[Tensor]:
