@@ -179,15 +179,19 @@ def torch_geometric() -> nn.Module:
     return Loss(gcn, loss)
 
 
-def torchtitan() -> nn.Module:
-    """Its smallest Llama 3, with the attention of its image models: the others need compiled kernels or a GPU."""
+def torchtitan(family: str, name: str) -> nn.Module:
+    """Its smallest model of a family, with the attention of its image models: others need compiled kernels or a GPU."""
     attention = import_module("torchtitan.models.common.attention").ScaledDotProductAttention
-    config = import_module("torchtitan.models.llama3").llama3_configs["debugmodel"]("flex")
+    config = getattr(import_module(f"torchtitan.models.{family}"), f"{family}_configs")[name]("flex")
     config.layers = config.layers[:2]
     for layer in config.layers:
         layer.attention.inner_attention = attention.Config()
+        if layer.moe:
+            layer.moe.routed_experts.inner_experts.hidden_dim = 16
+    net = config.build()
+    net.init_weights()
     loss = lambda net, x: nn.functional.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())  # noqa: E731
-    return Loss(config.build(), loss)
+    return Loss(net, loss)
 
 
 def x_transformers() -> nn.Module:
@@ -334,7 +338,15 @@ REFEREES = [
     of("nequip", "energies and forces", nequip, molecules, batched="scatter_add_"),
     of("mace", "energies and forces", mace, molecules, batched="scatter_add_"),
     of("torch_geometric", "GAT", torch_geometric, graphs),
-    of("torchtitan", "Llama 3", torchtitan, text, tolerance=1e-6),
+    of("torchtitan", "Llama 3", partial(torchtitan, "llama3", "debugmodel"), text, tolerance=1e-6),
+    of(
+        "torchtitan",
+        "Qwen3-MoE",
+        partial(torchtitan, "qwen3", "debugmodel_moe"),
+        text,
+        tolerance=1e-6,
+        batched="broadcast shape",
+    ),
     of("x_transformers", "decoder", x_transformers, text),
     of("denoising_diffusion_pytorch", "U-Net of a diffusion", denoising, noised),
     of("open_clip", "CLIP", open_clip, captions),
