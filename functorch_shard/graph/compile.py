@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from ..containers import KNOWN, place
 from ..errors import reject
 from ..torch_internals.autograd import being_traced, in_transform, untraced
-from ..torch_internals.satellites import compile_with, compile_with_inductor, named_compiler
+from ..torch_internals.satellites import compiled
 from .recording import Recording, StepSchedule, as_inputs, record, schedule_of
 from .signature import Call, flatten, modules_outside, refusal, signature_of
 
@@ -207,11 +207,7 @@ def runner(graph: GraphModule, inputs: Sequence[Tensor], backend: str | Backend,
     if backend == "cudagraphs":
         _refuse_host_tensors(graph)
     constants = _constants_as_inputs(graph)
-    every = [*inputs, *constants]
-    if backend == "inductor":
-        run = compile_with_inductor(graph, every, options)
-    else:
-        run = compile_with(backend if callable(backend) else named_compiler(backend), graph, every)
+    run = compiled(graph, [*inputs, *constants], backend, options)
     return lambda tensors: run(*tensors, *constants)
 
 

@@ -7,7 +7,7 @@ levels of ``torch.func``, and what ranks in threads inherit and share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,6 @@ from torch._C import _ensureCUDADeviceGuardSet
 from torch._C._functorch import _unwrap_batched
 from torch._guards import TracingContext, tracing  # compilers ask this context for the mode of their fake tensors
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without values; its classes of errors: reads_values
-from torch.autograd import forward_ad
-from torch.autograd.forward_ad import unpack_dual
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx  # documented as an experiment
 from torch.nn import Parameter
@@ -91,14 +89,6 @@ _ASSIGNED = (
 )
 
 
-def refuse_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """Raise for an operator that draws random numbers which a graph could not draw."""
-    if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() != NO_PASS:
-        raise RefusedError(_IN_BACKWARD)
-    if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
-        raise RefusedError(_GENERATOR)
-
-
 def fake_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors like these without data, of one mode; those that share memory share it here as well."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # without one, ``.item()`` of a fake tensor raises
@@ -162,7 +152,10 @@ class _Recorder(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass: what it does below is seen one by one
-        refuse_random(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() != NO_PASS:
+            raise RefusedError(_IN_BACKWARD)
+        if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
+            raise RefusedError(_GENERATOR)
         if torch.Tag.data_dependent_output in func.tags and not any(map(is_number, args[:1])):
             raise RefusedError(ON_VALUES)
         for i, argument in enumerate(schema_of(func).arguments[: len(args)]):
@@ -195,25 +188,21 @@ class _Recorder(Recorder):
                     x.copy_(before)
 
 
-def compile_with(compiler: Callable[..., Any], graph: GraphModule, inputs: Sequence[Tensor]) -> Any:
-    """Return ``compiler`` of ``graph``, on fresh fake tensors: those of a trace know the numbers that it read."""
+def compiled(
+    graph: GraphModule, inputs: Sequence[Tensor], compiler: str | Callable[..., Any], options: Mapping[str, Any]
+) -> Any:
+    """Compile ``graph`` with a backend of ``torch.compile``, which lists their names in public, and no more.
+
+    On fresh fake tensors: those of a trace know the numbers that it read. ``options`` are those of inductor.
+    """
+    from torch._dynamo import lookup_backend  # takes seconds
+
+    run = compiler if callable(compiler) else lookup_backend(compiler)
+    if compiler == "inductor":
+        run = partial(run, config_patches={**_AS_RECORDED, **options})
     fakes = fake_copies(inputs)
     with tracing(TracingContext(next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None))):
-        return compiler(graph, fakes)
-
-
-def compile_with_inductor(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
-    """Return a function of the inputs of ``graph``, in its order of operations."""
-    from torch._inductor import compile as compile_graph  # takes seconds; torch.compile would trace the graph again
-
-    return compile_with(partial(compile_graph, options={**_AS_RECORDED, **options}), graph, inputs)
-
-
-def named_compiler(name: str) -> Callable[..., Any]:
-    """Return a backend of ``torch.compile``, which lists their names in public, and no more."""
-    from torch._dynamo import lookup_backend
-
-    return lookup_backend(name)
+        return run(graph, fakes)
 
 
 def active_transforms() -> Transforms:
@@ -298,16 +287,10 @@ def tangents_of(fn: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], t
 
     There ``torch.func.jvp`` would enter a second dual level, unless it is nested in another jvp.
     """
-    if not in_forward_mode() or eager_transforms.JVP_NESTING:
-        return torch.func.jvp(fn, tuple(inputs), tuple(tangents))[1]
-    if in_transform():
-        with eager_transforms.jvp_increment_nesting():
-            results = torch.func.jvp(fn, tuple(inputs), tuple(tangents))[1]
-        return [unwrap_if_dead(x) for x in results]
-    with with_outer_tangents():
-        duals = [forward_ad.make_dual(x, tangent) for x, tangent in zip(inputs, tangents, strict=True)]
-        pairs = [(x, unpack_dual(x).tangent) for x in fn(*duals)]
-    return [torch.zeros_like(x) if tangent is None else tangent for x, tangent in pairs]
+    outer = in_forward_mode() and not eager_transforms.JVP_NESTING
+    with eager_transforms.jvp_increment_nesting() if outer else nullcontext():
+        tangents = torch.func.jvp(fn, tuple(inputs), tuple(tangents))[1]
+    return [unwrap_if_dead(x) for x in tangents]
 
 
 def _unwrapped(x: Tensor, interpreter: Any) -> Tensor:
