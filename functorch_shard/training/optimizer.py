@@ -72,8 +72,6 @@ def optimizer(
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.0000]])
     """
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer: cls: got {cls!r}, expected a class such as torch.optim.AdamW")
     check_class(cls, elementwise, whole)
     given = {label: x if isinstance(x, Optimizer) else dict(x) for label, x in (labels or {}).items()}
     opt = Optimizer(cls, defaults, given, whole)
@@ -192,7 +190,6 @@ class Optimizer(Static):
             text = f"step: grads have a different layout: {grads.layout!r}; that of the parameters: {layout!r}"
             raise ValueError(f"{text}. Use one layout for both.")
         check_shards("step: grads", grads, layout, gradients=True)
-        _check_state(state)
         self.check_options(overrides)
         for label, options in labels.items():
             self._of(label).check_options(options)
@@ -273,10 +270,7 @@ class Optimizer(Static):
         return found
 
     def check_options(self, options: Options) -> None:
-        """Raise unless the class has options of these names, and none is a tensor."""
-        odd = [] if "**" in self.known else [name for name in options if name not in self.known]
-        problems = [f"{name!r}: {self.cls.__name__} has no such option" for name in odd]
-        reject("optimizer", problems, f"Its options are {', '.join(self.known)}.", TypeError)
+        """Raise if an option is a tensor."""
         tensors = [f"{name!r}: got a tensor, expected a number" for name, x in options.items() if _has_tensor(x)]
         reject("optimizer", tensors, _NUMBERS, TypeError)
 
@@ -346,12 +340,3 @@ def _has_tensor(x: Any) -> bool:
     """Whether an option has a tensor, other than a number of a recorded step, which is not differentiated."""
     tensors = [value for value in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(value, Tensor)]
     return any(not being_traced() or value.requires_grad or is_functorch_wrapped_tensor(value) for value in tensors)
-
-
-def _check_state(state: Any) -> None:
-    """Whether it has the form of what ``opt.init`` returns: a ``Sharded`` for each name."""
-    named = isinstance(state, Mapping) and not isinstance(state, Sharded)
-    wrong = [f"{name!r}: {type(x).__name__}" for name, x in state.items() if type(x) is not Sharded] if named else []
-    if not named or wrong:
-        got = "; ".join(wrong) or type(state).__name__
-        raise TypeError(f"step: state: got {got}, expected what opt.init(params) returns: a Sharded for each name.")

@@ -9,24 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Muon,
-    NAdam,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch import Tensor, optim
 
 from ..torch_internals.autograd import outside_transforms, untraced, without_compiling
 
@@ -38,9 +21,11 @@ NUMBER = "group."  # before the names of numbers that a class keeps in its param
 IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 
 # Their kernels write to no gradient, read in their sources, except that of SGD with Nesterov momentum.
-LEAVE_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adadelta, ASGD)
-ELEMENTWISE = (*LEAVE_GRADIENTS, Adamax, Rprop, Adagrad)
-_BEGIN_WITH_NUMBERS = (Adam, AdamW, NAdam, RAdam, RMSprop, Adadelta, Adamax, Adagrad, Adafactor, Muon)
+_OF_AVERAGES = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Adadelta)
+LEAVE_GRADIENTS = (optim.SGD, optim.ASGD, *_OF_AVERAGES)
+ELEMENTWISE = (*LEAVE_GRADIENTS, optim.Adamax, optim.Rprop, optim.Adagrad)
+_WHOLE = (optim.Adafactor, optim.Muon)
+_BEGIN_WITH_NUMBERS = (*_OF_AVERAGES, optim.Adamax, optim.Adagrad, *_WHOLE)
 _TRIAL_STEPS = 12  # more than warm-ups and lookaheads take
 
 
@@ -122,32 +107,20 @@ def option_names(cls: Class) -> list[str]:
     return ["**" if x.kind is x.VAR_KEYWORD else x.name for x in parameters]
 
 
-_WHOLE = "ass whole=True: then one rank updates each parameter as a whole."
-_NEVER = {
-    LBFGS: "its step needs closure, and here a step gets gradients and no loss",
-    SparseAdam: "it takes sparse gradients, and here they are dense",
-}
-_ONLY_WHOLE = {
-    Adafactor: "its state is of rows and columns, and a shard has parts of them",
-    Muon: "it makes whole matrices orthogonal, and a shard is a part of one",
-}
-
-
-def check_class(cls: type[torch.optim.Optimizer], elementwise: bool, whole: bool) -> None:
+def check_class(cls: Class, elementwise: bool, whole: bool) -> None:
     """Raise unless a step of ``cls`` is a function of parameter, gradient and state, of each element or whole."""
-    if cls in _NEVER:
-        raise refusal(cls, _NEVER[cls])
     if callable(getattr(cls, "train", None)) and callable(getattr(cls, "eval", None)):
-        reason = "it has a train mode and an eval mode with different parameters, and a pure step has no modes"
-        raise refusal(cls, reason)
-    if whole:
-        return
-    if cls in _ONLY_WHOLE:
-        raise refusal(cls, _ONLY_WHOLE[cls], advice=f"P{_WHOLE}")
-    if not elementwise and cls not in ELEMENTWISE:
-        reason = "it is not a class of torch.optim that is known to update each element by itself"
-        check = f"fs.testing.check_elementwise({cls.__name__}, ...)"
-        raise refusal(cls, reason, f"If it does, pass elementwise=True, which {check} tests; else p{_WHOLE}")
+        raise refusal(
+            cls, "it has a train mode and an eval mode with different parameters, and a pure step has no modes"
+        )
+    if not whole and (cls in _WHOLE or not (elementwise or cls in ELEMENTWISE)):
+        raise refusal(cls, "it is not known to update each element by itself", _DECLARE.format(cls=cls.__name__))
+
+
+_DECLARE = (
+    "If it does, pass elementwise=True, which fs.testing.check_elementwise({cls}, ...) tests; else pass whole=True: "
+    "then one rank updates each parameter as a whole."
+)
 
 
 def scattered(shape: Sequence[int], seed: int) -> Tensor:
@@ -175,12 +148,5 @@ def apart() -> Iterator[None]:
 
 
 def on_host(options: Options) -> dict[str, Any]:
-    """``options`` without those that select an implementation, which the CPU may not have; tensors as numbers."""
-    return {name: _plain(x) for name, x in options.items() if name not in IMPLEMENTATIONS}
-
-
-def _plain(x: Any) -> Any:
-    """A float32 tensor as the number that it is: each implementation rounds it otherwise."""
-    if type(x) in (tuple, list):
-        return type(x)(_plain(each) for each in x)
-    return x.item() if isinstance(x, Tensor) and x.numel() == 1 and not x.is_meta else x
+    """``options`` without those that select an implementation, which the CPU may not have."""
+    return {name: x for name, x in options.items() if name not in IMPLEMENTATIONS}

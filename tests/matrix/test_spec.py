@@ -16,8 +16,6 @@ from tests.support import homemade
 from tests.support.pool import run_ranks
 
 REFUSED: list[tuple[Any, str]] = [
-    (torch.optim.LBFGS, "its step needs closure"),
-    (torch.optim.SparseAdam, "it takes sparse gradients"),
     (homemade.HasModes, "it has a train mode and an eval mode"),
     (homemade.ChangesItsRate, r"it changes its own options \(lr\)"),
     (homemade.Estimates, "its update of a parameter depends on others"),

@@ -160,19 +160,6 @@ def test_padding_stays_exactly_zero(case: str) -> None:
     assert any(sum(buffer.split_sizes[::2]) for buffer in layout.buffers.values())
 
 
-def test_frozen_and_integer_buffers_pass_through_without_state() -> None:
-    model = torch.nn.Linear(3, 2)
-    model.bias.requires_grad_(False)
-    layout = fs.plan(model, fs.simulated_mesh(2))
-    opt, params = fs.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5), fs.shard(model, layout)
-    frozen = next(key for key, buffer in layout.buffers.items() if not buffer.trainable)
-    state = opt.init(params)
-    assert all(frozen not in tree for tree in state.values())
-    new, _ = opt.step(params, grads=params, state=state)
-    assert new[frozen] is params[frozen]
-    assert not torch.equal(fs.gather(new)["weight"], model.weight)
-
-
 @pytest.mark.parametrize("case", ["sgd_momentum", "adamw"])
 def test_none_for_a_gradient_leaves_a_buffer_and_its_state_unchanged(case: str) -> None:
     layout, opt = planned(fs.simulated_mesh(2)), optimizer(case)
@@ -227,7 +214,6 @@ MISFITS = [
         ValueError,
         r"step: grads: 3 problems\n  'a': got shape \(2, 7\), torch.float64, expected \(3, 7\).*\n.*'b/float64'",
     ),
-    ("state_none", lambda p, g, s: (p, g, None), TypeError, "state: got NoneType, expected what opt.init"),
     (
         "state_missing",
         lambda p, g, s: (p, g, {"step": s["step"], "exp_avg": fs.Sharded({"a": s["exp_avg"]["a"]}, p.layout)}),
