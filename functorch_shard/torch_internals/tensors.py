@@ -88,19 +88,17 @@ RESETS = "reset_parameters", "_reset_parameters"
 
 
 class ModuleTree:
-    """The modules below ``root``, and their tensors by all of their names."""
+    """The modules below ``root`` without those of TorchScript, and their tensors by all of their names."""
 
     def __init__(self, root: nn.Module) -> None:
         self.modules: dict[int, nn.Module] = {}  # by id, each once
         self.compiled: dict[int, nn.Module] = {}  # torch.compile(module): the module
         self.parameters: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
-        self.scripted: dict[str, Tensor] = {}  # of TorchScript modules, which are not entered
         self._add(root, "")
 
     def _add(self, module: nn.Module, path: str) -> None:
         if isinstance(module, torch.jit.ScriptModule):
-            self.scripted |= dict(module.named_parameters(path[:-1])) | dict(module.named_buffers(path[:-1]))
             return
         children = module._modules
         if _COMPILED in children:

@@ -49,9 +49,9 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
         A module of the class of ``model``.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``params`` or ``buffers`` is not a mapping of tensors.
-        ValueError: names that the model does not have or that a TorchScript module has, two tensors for one tied
-            parameter, or tensors of the model on the meta device that are not given; all of them are listed.
+        TypeError: ``params`` or ``buffers`` has a value that is not a tensor.
+        ValueError: names that the model does not have (those of TorchScript modules among them), two tensors for one
+            tied parameter, or tensors of the model on the meta device that are not given; all of them are listed.
 
     Cost:
         For a ``Sharded``, the collectives of :func:`gather`. A new object for each module, and a copy of the buffers.
@@ -63,11 +63,6 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
         >>> fs.grad(loss)(params, torch.tensor([[1.0, 3.0]]))["0"]
         tensor([14., 42.])
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"bind: model: got {type(model).__name__}, expected an nn.Module")
-    for what, given in (("params", params), ("buffers", {} if buffers is None else buffers)):
-        if not isinstance(given, Mapping):
-            raise TypeError(f"bind: {what}: got {type(given).__name__}, expected a mapping name -> tensor")
     full = gather(params) if isinstance(params, Sharded) else params
     tree = ModuleTree(model)
     if isinstance(full, Full):  # the names that were tied where it was planned: torch's to("meta") unties them
@@ -88,8 +83,6 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
             elif kind not in _ATOMS:
                 attributes[name] = _rebound(x, copies, own=True)
         object.__setattr__(copies[key], "__dict__", attributes)
-        for name in type(m).__dict__.get("__slots__", ()):
-            object.__setattr__(copies[key], name, _rebound(getattr(m, name), copies))
         detach_copy(copies[key], m)
     return copies.get(id(model), model)
 
@@ -101,21 +94,23 @@ def _by_identity(tree: ModuleTree, given: Mapping[str, Tensor]) -> dict[int, Ten
     chosen: dict[int, Tensor] = {}
     for name, x in given.items():
         if name not in own:
-            scripted = ": of a TorchScript module, which keeps its own" if name in tree.scripted else ""
-            problems.append(f"{name!r}{scripted or f': not in the model{hint(name, list(own))}'}")
+            problems.append(f"{name!r}: not in the model{hint(name, list(own))}")
         elif chosen.setdefault(id(own[name]), x) is not x:
             tied = next(other for other in given if own.get(other) is own[name])
             problems.append(f"{name!r}: tied to {tied!r} in the model, but given another tensor")
     left = [name for name, x in own.items() if x.is_meta and id(x) not in chosen]
     if left and not all(x.is_meta for x in given.values() if isinstance(x, Tensor)):
         problems += [f"{name!r}: on the meta device, and not given" for name in left]
-    advice = "Pass tensors by the names of the model's own parameters and buffers; tied ones once."
-    if any(name in tree.scripted for name in given):
-        advice += " Bind a module before torch.jit.script, or leave its parameters out: fs.plan(..., ignored=names)."
-    reject("bind", problems, advice)
+    reject("bind", problems, _NAMES)
     wrong = [f"{name!r}: got {type(x).__name__}" for name, x in given.items() if not isinstance(x, Tensor)]
     reject("bind", wrong, "Parameters and buffers are tensors.", TypeError)
     return chosen
+
+
+_NAMES = (
+    "Pass tensors by the names of the model's own parameters and buffers; tied ones once, and none of a TorchScript "
+    "module, which keeps its own."
+)
 
 
 def _with_values(x: Any, new: list[Any]) -> Any:

@@ -132,7 +132,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
     @eager
     @wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
-        arguments = [_Argument.of(args[i], i) for i in positions(argnums, len(args))]
+        arguments = [_Argument.of(args[i], i) for i in _positions(argnums, len(args))]
         inputs = [leaf for argument in arguments for leaf in argument.leaves if leaf.wanted]
         used, unused, others = Leaves(), dict[int, str](), list[Tensor]()
 
@@ -143,7 +143,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             for argument in arguments:
                 call[argument.position] = argument.filled(rest, keep_others=True)
             with own_parametrizations():
-                value, aux = check_scalar(fn(*call, **named), has_aux)
+                value, aux = _check_scalar(fn(*call, **named), has_aux)
             if aux is not None:
                 refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             graph, rest = nodes(value.grad_fn), iter(tensors)
@@ -246,13 +246,11 @@ def _differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def positions(argnums: Argnums, num_args: int) -> list[int]:
-    """The positions that ``argnums`` names, from 0; raises unless they are different ones of ``num_args``."""
-    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
-    if not all(isinstance(i, int) for i in chosen):
-        raise TypeError(f"grad: argnums: got {argnums!r}, expected an int or a sequence of ints")
-    found = [i % num_args for i in chosen if -num_args <= i < num_args]
-    if not chosen or len(set(found)) < len(chosen):
+def _positions(argnums: Argnums, num_args: int) -> list[int]:
+    """The positions that ``argnums`` names, from 0."""
+    chosen = [argnums] if isinstance(argnums, int) else [*argnums]
+    found = [*dict.fromkeys(i % num_args for i in chosen if -num_args <= i < num_args)]
+    if not chosen or len(found) < len(chosen):
         raise ValueError(
             f"grad: argnums: got {argnums}, expected one or more different positions, but the function was called with "
             f"{num_args} positional arguments"
@@ -260,7 +258,7 @@ def positions(argnums: Argnums, num_args: int) -> list[int]:
     return found
 
 
-def check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
+def _check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
     """The scalar and ``aux`` that a differentiated function returned; raises where it returned something else."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(f"grad: has_aux=True: expected fn to return (scalar, aux), got {type(result).__name__}")

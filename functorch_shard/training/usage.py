@@ -118,16 +118,15 @@ _HOOKED = (
     "backward(): loss(params).backward() with fs.bind(model, params), whose parameters such hooks use."
 )
 _LATE = (
-    "functional_call puts the module's own parameters back when forward returns; what is read later (by a closure, a "
-    "distribution, a lazy property) is these. Use functorch_shard.bind(model, params)(...), which keeps its parameters."
+    "functional_call puts the module's own parameters back when forward returns. What is read later is these: by a "
+    "closure, a distribution or a lazy property, and in backward by torch.utils.checkpoint in a model, adjoint solvers "
+    "and reversible layers. Use functorch_shard.bind(model, params)(...), which keeps its parameters."
 )
 
 
 def own_parameters_refused(value: Tensor, used: Leaves) -> AbstractContextManager[object]:
     """Return a context for the backward of ``value`` that refuses a module's own parameters that forward did not use.
 
-    ``functional_call`` puts them back when forward returns. What backward runs again (``torch.utils.checkpoint`` in a
-    model, adjoint solvers, hooks) finds them, and the gradient would be that at other values, or zero.
     Not where forward was compiled: under a mode ``torch.compile`` compiles another graph, and saves other tensors.
     """
     return nullcontext() if was_compiled(value) else _OwnRefused(frozenset(used))
@@ -143,18 +142,9 @@ class _OwnRefused(TorchFunctionMode):
         if torch.is_grad_enabled() and _requires_grad(result):
             for x in _flat((*args, *(kwargs or {}).values())):
                 if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._used:
-                    raise RuntimeError(_own_in_backward(x))
+                    what = f"a module's own parameter of shape {tuple(x.shape)}, {x.dtype}, which forward did not use"
+                    raise RuntimeError(f"grad: backward differentiates {what}. {_LATE}")
         return result
-
-
-def _own_in_backward(x: nn.Parameter) -> str:
-    return (
-        f"grad: backward differentiates a module's own parameter of shape {tuple(x.shape)}, {x.dtype}, which forward "
-        "did not use. functional_call puts the module's own parameters back when it returns, so what backward runs "
-        "again (torch.utils.checkpoint in a model, torchdiffeq's odeint_adjoint, reversible layers) finds these. Write "
-        "functorch_shard.bind(model, params)(...) in place of functional_call(model, gather(params), (...)): it keeps "
-        "its parameters. model.to('meta') after shard frees the model's own, and makes any use of them an error."
-    )
 
 
 def _requires_grad(result: Any) -> bool:

@@ -79,26 +79,3 @@ def test_parameters_in_backward_are_the_given_ones_with_bind_and_else_refused_by
             assert "functorch_shard.bind(model, params)(...)" in text
         for grads in results:
             assert_trees_close(dict(grads), expected, rtol=1e-10, atol=1e-12)
-
-
-class Scaled(torch.autograd.Function):
-    """Uses a parameter of a module that forward did not call, and does not differentiate it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: nn.Module) -> Tensor:
-        ctx.scale = scale
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.scale(*grads), None
-
-
-def test_a_backward_may_use_other_modules_that_it_does_not_differentiate() -> None:
-    torch.manual_seed(0)
-    model, other, mesh = two_layers((5, 7, 5)).double(), nn.Linear(5, 5, bias=False).double(), fs.init_mesh()
-    params = fs.shard(model, fs.plan(model, mesh))
-    grads = fs.grad(lambda p: Scaled.apply(functional_call(model, fs.gather(p), (data(),)), other).sum())(params)
-    model(data()).backward(other(torch.ones(6, 5).double()))
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    assert_trees_close(dict(fs.gather(grads, lazy=False)), expected, rtol=1e-10, atol=1e-12)
