@@ -78,6 +78,10 @@ OF_ONE: dict[str, Callable[[Any, Tensor], Any]] = {
     "three times": lambda f, w: grad(lambda w: (jvp(grad(f), (w,), (V,))[1] * V).sum())(w),
     "jacfwd of jacrev": lambda f, w: jacfwd(jacrev(f), randomness="same")(w),
     "vmap of vjp": lambda f, w: vmap(vjp(f, w)[1])(torch.arange(5.0, dtype=w.dtype))[0],
+    "grad of grad by another": lambda f, w: grad(lambda w: grad(lambda v: f(w) * v.sum())(V).sum())(w),
+    "grad of jvp by another": lambda f, w: grad(lambda w: jvp(lambda v: f(w) * v.sum(), (V,), (V,))[1])(w),
+    "jvp of grad by another": lambda f, w: jvp(lambda w: grad(lambda v: f(w) * v.sum())(V), (w,), (V,))[1],
+    "jvp of jvp by another": lambda f, w: jvp(lambda w: jvp(lambda v: f(w) * v.sum(), (V,), (V,))[1], (w,), (V,))[1],
     "forward_ad": by_duals,
 }
 

@@ -73,12 +73,6 @@ def _in_layers(model: Model, x: Tensor) -> Tensor:
     return x
 
 
-def _modules(model: Any, x: Tensor) -> Tensor:  # timm
-    for block in model.blocks:
-        x = model.how(block, x)
-    return x
-
-
 def _calls(model: Any, x: Tensor) -> Tensor:  # diffusers
     for block in model.blocks:
         x = model.how(block.__call__, x, 1.0)
@@ -97,10 +91,6 @@ def _closures(model: Any, x: Tensor) -> Tensor:  # timm's checkpoint_seq, torch'
     return run(2, 3)(model.how(run(0, 2), x))
 
 
-def _method(model: Any, x: Tensor) -> Tensor:
-    return model.blocks[2](model.how(model.inner, x))
-
-
 def _nested(model: Any, x: Tensor) -> Tensor:
     return model.how(lambda x: model.how(model.blocks[2], model.how(model.inner, x)), x)
 
@@ -108,10 +98,8 @@ def _nested(model: Any, x: Tensor) -> Tensor:
 again = partial(checkpoint, use_reentrant=False)
 STYLES: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "layer": _in_layers,
-    "modules": _modules,
     "calls": _calls,
     "closures": _closures,
-    "method": _method,
     "nested": _nested,
 }
 
@@ -133,8 +121,8 @@ def bound(model: nn.Module, params: Any, x: Tensor) -> Tensor:
     return fs.bind(model, params)(x)
 
 
-def train(mesh: fs.Mesh, model: nn.Module, run: Run, steps: int = 10, rate: float = 0.3) -> Any:
-    """SGD: losses, parameters, the model's buffers, and the collectives of each step."""
+def train(mesh: fs.Mesh, model: nn.Module, run: Run, steps: int = 4, rate: float = 0.3) -> Any:
+    """SGD: losses, parameters, and the collectives of each step."""
     layout = fs.plan(model, mesh)
     params, losses, kinds = fs.shard(model, layout), [], []
     for step in range(steps):
@@ -144,25 +132,13 @@ def train(mesh: fs.Mesh, model: nn.Module, run: Run, steps: int = 10, rate: floa
         kinds.append(dict(seen.by_kind))
         params = fs.Sharded({key: params[key] - rate * grads[key] for key in params}, layout)
         losses.append(fs.collectives.pmean(loss, mesh).item())
-    buffers = {name: x.clone() for name, x in model.named_buffers()}
-    return losses, dict(fs.gather(params, lazy=False)), buffers, kinds
+    return losses, dict(fs.gather(params, lazy=False)), kinds
 
 
 def own_state(model: nn.Module) -> list[tuple[str, int, int]]:
     """Which tensors the model has, and how often they were written to."""
     held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [(name, id(x), x._version) for name, x in held]
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_ten_steps_are_bitwise_those_without_checkpointing(style: str) -> None:
-    mesh, model = fs.init_mesh(), build(style, again)
-    before = own_state(model)
-    expected, actual = train(mesh, build(style), bound), train(mesh, model, bound)
-    assert expected[0][-1] < expected[0][0]
-    assert actual[0] == expected[0]
-    assert_trees_close(actual[1], expected[1], rtol=0, atol=0)
-    assert own_state(model) == before
 
 
 @pytest.mark.parametrize("lazy", [None, True])
@@ -237,25 +213,6 @@ def test_a_checkpointed_function_of_the_parameters_is_accepted(lazy: bool | None
         assert_trees_close(actual, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("how", ["passed", "closed over", "partial"])
-def test_a_weight_that_a_checkpoint_is_given_is_accepted_under_functional_call(how: str) -> None:
-    class Given(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            weight = self.weight
-            if how == "passed":
-                return again(lambda x, weight: (x @ weight).tanh(), x, weight)
-            if how == "partial":
-                return again(partial(lambda weight, x: (x @ weight).tanh(), weight), x)
-            return again(lambda x: (x @ weight).tanh(), x)
-
-    mesh, model = fs.init_mesh(), Given(6, 6, bias=False).double()
-    params = fs.shard({"weight": 2 * model.weight.detach()}, fs.plan(model, mesh))
-    expected = fs.grad(lambda p: (inputs() @ fs.gather(p)["weight"]).tanh().square().sum())(params)
-    for lazy in (None, True):
-        actual = fs.grad(lambda p, lazy=lazy: by_functional_call(model, p, inputs(), lazy).square().sum())(params)
-        assert_trees_close(actual, expected, rtol=0, atol=0)
-
-
 Meta = Callable[[Callable[..., Tensor], dict[str, Tensor], Tensor], Tensor]
 
 
@@ -293,31 +250,31 @@ def test_each_copy_of_one_module_is_recomputed_with_its_own_parameters(loss: Met
     assert_trees_close(gradients(Plain()), expected, rtol=1e-12, atol=1e-12)
 
 
-def _bound(model: Any, params: fs.Sharded, x: Tensor, lazy: bool | None) -> Tensor:
-    return bound(model, fs.gather(params, lazy=lazy), x)
-
-
 # A region of several units runs through all of them forward before it goes back; of one unit it gathers nothing more.
-GATHERED_AGAIN = {"closures": 1, "method": 1, "nested": 5}
+GATHERED_AGAIN = {"closures": 1, "nested": 5}
 
 
 def train_on_this_rank() -> dict[str, Any]:
     mesh, results = fs.init_mesh(), {}
     for style in STYLES:
-        expected = train(mesh, build(style), by_functional_call)
-        others = [train(mesh, build(style, again), partial(_bound, lazy=lazy)) for lazy in (None, False)]
+        expected, others = train(mesh, build(style), by_functional_call), []
+        for lazy in (None, False):
+            model = build(style, again)
+            before = own_state(model)
+            run = lambda model, params, x, lazy=lazy: bound(model, fs.gather(params, lazy=lazy), x)  # noqa: E731
+            others.append(train(mesh, model, run))
+            assert own_state(model) == before
         results[style] = expected, others
     return results
 
 
-@pytest.mark.slow
-def test_ten_steps_are_bitwise_those_without_checkpointing_and_gather_what_they_must() -> None:
+def test_steps_are_bitwise_those_without_checkpointing_and_gather_what_they_must() -> None:
     for results in run_ranks(train_on_this_rank, 2):
-        for style, ((losses, params, _, kinds), others) in results.items():
-            assert losses[-1] < losses[0] / 2
+        for style, ((losses, params, kinds), others) in results.items():
+            assert losses[-1] < losses[0]
             for actual in others:
                 assert actual[0] == losses, style
                 assert_trees_close(actual[1], params, rtol=0, atol=0)
             more = GATHERED_AGAIN.get(style, 0)
-            assert kinds == [{"all_gather": 8, "psum_scatter": 5}] * 10
-            assert others[0][3] == [{"all_gather": 8 + more, "psum_scatter": 5}] * 10, style
+            assert kinds == [{"all_gather": 8, "psum_scatter": 5}] * 4
+            assert others[0][2] == [{"all_gather": 8 + more, "psum_scatter": 5}] * 4, style
