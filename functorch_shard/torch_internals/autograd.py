@@ -39,7 +39,8 @@ from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import _engine_run_backward  # see gradients_or_none
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # satellites have modes of their own
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -314,17 +315,9 @@ def being_traced() -> bool:
     return bool(active_modes()) and any(map(_get_dispatch_mode, _TRACERS))
 
 
-class Recorder(TorchDispatchMode):
-    """The mode of this library around what it records as a graph, for a compiler or to run as it is."""
-
-    def __init__(self, for_compiler: bool) -> None:
-        super().__init__()
-        self.for_compiler = for_compiler
-
-
 def traced_as_it_runs() -> bool:
     """Whether what is traced here will run as it is, and not through a compiler."""
-    return any(isinstance(mode, Recorder) and not mode.for_compiler for mode in active_modes())
+    return any(getattr(mode, "for_compiler", True) is False for mode in active_modes())
 
 
 def traced_for_compiler() -> bool:

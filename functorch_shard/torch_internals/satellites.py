@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode  # without enteri
 
 from .autograd import (
     NO_PASS,
-    Recorder,
     TorchDispatchMode,
     TransformType,
     active_modes,
@@ -142,11 +141,12 @@ def _generators_untouched(inputs: Sequence[Tensor]) -> Iterator[None]:
             raise RefusedError(_GENERATOR)
 
 
-class _Recorder(Recorder):
+class _Recorder(TorchDispatchMode):
     """Around what is traced. It sees every operator; it is on torch's stack, so there is no state of ours."""
 
     def __init__(self, for_compiler: bool) -> None:
-        super().__init__(for_compiler)
+        super().__init__()
+        self.for_compiler = for_compiler
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

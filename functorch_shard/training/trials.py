@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -40,10 +40,7 @@ class First(NamedTuple):
 def state_of(cls: Class, options: Options, like: Tensor) -> dict[str, First | None]:
     """Return what ``cls`` keeps for a parameter like this one before the first step, found on four elements.
 
-    ``None`` is what the first step makes: Note [First values].
-
-    Raises:
-        TypeError: it keeps what is not a tensor of the parameter's shape, a number or a string, or changes its options.
+    ``None`` is what the first step makes: Note [First values]. State of another shape or type is refused.
     """
     options = on_host(options) if like.is_meta else options
     param = torch.zeros(4, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
@@ -102,9 +99,8 @@ def take_steps(
 
 
 def option_names(cls: Class) -> list[str]:
-    """The options of ``cls``: the parameters of its constructor without the first, ``"**"`` if it takes any."""
-    _, *parameters = inspect.signature(cls).parameters.values()
-    return ["**" if x.kind is x.VAR_KEYWORD else x.name for x in parameters]
+    """The options of ``cls``: the parameters of its constructor without the first."""
+    return [*inspect.signature(cls).parameters][1:]
 
 
 def check_class(cls: Class, elementwise: bool, whole: bool) -> None:
@@ -137,13 +133,10 @@ def refusal(cls: Class, reason: str, advice: str = "") -> TypeError:
 @contextmanager
 def apart() -> Iterator[None]:
     """A context for a trial of a class: on the CPU, outside of transforms, tracers and compiled code."""
-    device: AbstractContextManager[Any] = nullcontext()
-    if torch.get_default_device().type != "cpu":  # a device context costs time in every operation
-        device = torch.device("cpu")
-    with ExitStack() as stack:
-        for each in (untraced(), outside_transforms(), torch.inference_mode(False), torch.no_grad(), device):
+    modes = untraced(), outside_transforms(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu")
+    with ExitStack() as stack, without_compiling():
+        for each in modes:
             stack.enter_context(each)
-        stack.enter_context(without_compiling())
         yield
 
 

@@ -79,12 +79,8 @@ def refuse_hidden(
 ) -> None:
     """Raise if ``leaves`` of a value, which are of no argument, stand in for an argument.
 
-    One is a module's own parameter of the shape of a gathered one whose gradient is zero: it was read after
-    ``functional_call`` had put it back. One has no values. One has a hook, which may call ``backward()`` and would not
-    run.
-
-    Cost:
-        An all-gather of each buffer with a parameter that has the shape of such a leaf.
+    One is a module's own parameter of the shape of a gathered one whose gradient is zero, which is gathered to see it:
+    it was read late. One has no values. One has a hook, which may call ``backward()`` and would not run.
     """
     leaves = [*leaves]
     meta = [x for x in leaves if x.is_meta and not any(grad.is_meta for grad in grads)]
@@ -139,17 +135,14 @@ class _OwnRefused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() and _requires_grad(result):
-            for x in _flat((*args, *(kwargs or {}).values())):
+        if torch.is_grad_enabled() and any(map(_requires_grad, optree.tree_leaves(result))):
+            given: Any = args, kwargs
+            for x in optree.tree_leaves(given):
                 if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._used:
                     what = f"a module's own parameter of shape {tuple(x.shape)}, {x.dtype}, which forward did not use"
                     raise RuntimeError(f"grad: backward differentiates {what}. {_LATE}")
         return result
 
 
-def _requires_grad(result: Any) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in _flat(result))
-
-
-def _flat(x: Any) -> list[Any]:
-    return [z for y in x for z in _flat(y)] if isinstance(x, (list, tuple)) else [x]
+def _requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
