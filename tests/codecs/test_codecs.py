@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 
 import functorch_shard as fs
 from functorch_shard.codecs import encoding
 from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.laws.tasks import Data, on_mesh
+from tests.laws.wrappers import Wrapper
 from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated, slow
 from tests.support.refusals import refused
 
@@ -82,37 +85,21 @@ def test_every_rank_gathers_what_the_codec_makes_of_each_shard(name: str, axes: 
         assert axes.get("shard", 1) == 1 or whole.numel() < 9 or not torch.equal(expected[name_of], whole)
 
 
+OF_SHARDS = ["grad through gather", "fs.grad", "jvp", "forward over reverse", "reverse over reverse"]
+OF_SHARDS += ["per-sample gradients, sharded"]
+
+
+def decoded_tree(params: fs.Sharded) -> fs.Sharded:
+    """Shards whose plain gather is the decoded one."""
+    return fs.shard(fs.gather(params, codec=CODECS["int8"]), params.layout)
+
+
 @every_mesh
 def test_derivatives_are_those_of_the_plain_gather_at_the_decoded_values(axes: dict[str, int]) -> None:
-    mesh, codec = fs.simulated_mesh(axes), CODECS["int8"]
-    given = {name: x for name, x in values().items() if x.dtype == torch.float32}
-    layout = fs.plan(given, mesh)
-    params = fs.shard(given, layout)
-    x = torch.randn(*axes.values(), 4, 17)
-
-    def loss(full: dict[str, Tensor], x: Tensor) -> Tensor:
-        return ((x @ full["a.w"]).square().mean() + full["c.s"] ** 3).square()
-
-    def coded(p: fs.Sharded, x: Tensor) -> Tensor:
-        return loss(fs.gather(p, codec=codec), x)
-
-    def plain(p: fs.Sharded, x: Tensor) -> Tensor:
-        return loss(fs.gather(p), x)
-
-    at = fs.shard(fs.gather(params, codec=codec), layout)  # shards whose plain gather is the decoded one
-    direction = fs.shard({name: torch.randn_like(v) for name, v in given.items()}, layout)
-    for derivative in (
-        lambda f: lambda p, v, x: grad(f)(p, x),
-        lambda f: lambda p, v, x: fs.grad(f)(p, x),
-        lambda f: lambda p, v, x: vmap(grad(f), (None, 0))(p, x[:, None]),
-        lambda f: lambda p, v, x: jvp(lambda p: f(p, x), (p,), (v,)),
-        lambda f: lambda p, v, x: jvp(lambda p: grad(f)(p, x), (p,), (v,)),
-        lambda f: lambda p, v, x: grad(lambda p: fs.collectives.psum(grad(f)(p, x)["a"].square().sum(), mesh))(p),
-    ):
-        got = mesh.spmd(derivative(coded))(params, direction, x)
-        assert_trees_close(got, mesh.spmd(derivative(plain))(at, direction, x))
-    rows = x.flatten(0, -2)  # outside spmd
-    assert_trees_close(grad(coded)(params, rows), grad(plain)(at, rows))
+    coded, plain = Wrapper(gather={"codec": CODECS["int8"]}), Wrapper(tree=decoded_tree)
+    data, mesh = Data(prod(axes.values())), fs.simulated_mesh(axes)
+    got, expected = (on_mesh(mesh, data, OF_SHARDS, each) for each in (coded, plain))
+    assert_trees_close(got, expected)
 
 
 def counted(mesh: fs.Mesh) -> list[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,37 +21,32 @@ from tests.support.refusals import refused
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 ANY_RANKS = [*simulated(1, 2, 3, 8, HYBRID, {"replicate": 3}), *gloo(2, 3, HYBRID)]
-OPTIONS: list[dict[str, Any]] = [
-    {"units": 1, "reduction": "sum"},
-    {"units": 1 << 20, "align_bytes": 0},
-    {"labels": lambda n, p: n[-1]},
-]
-any_ranks = pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"units": 1, "reduction": "sum"},
+    "packed": {"units": 1 << 20, "align_bytes": 0},
+    "labels": {"labels": lambda n, p: n[-1]},
+}
+CASES = [*product(ANY_RANKS, ["plain"]), *product(simulated(3), [*OPTIONS][1:])]
 
 
 def directions(num: int = 2) -> NDArray[np.float64]:
     return np.random.default_rng(0).standard_normal((num, vector().numel()))
 
 
-def flat_products(mesh: fs.Mesh, kind: str, options: dict[str, Any]) -> NDArray[np.float64]:
-    flat = operator(mesh, kind, **options)
+def flat_products(mesh: fs.Mesh, kind: str, options: str) -> NDArray[np.float64]:
+    flat = operator(mesh, kind, **OPTIONS[options])
     return np.stack([flat.matvec(v) for v in directions()])
 
 
-@any_ranks
+@pytest.mark.parametrize(("ranks", "options"), CASES, ids=str)
 @every_kind
-def test_a_product_with_a_flat_vector_is_that_of_the_unsharded_matrix(kind: str, ranks: Ranks) -> None:
-    expected = directions() @ matrix(kind, ranks.size).numpy()
-    for products in ranks.run(flat_products, kind, {}):
+def test_a_product_with_a_flat_vector_is_that_of_the_unsharded_matrix(kind: str, ranks: Ranks, options: str) -> None:
+    """On any ranks, and with any units and labels."""
+    scale = ranks.size if options == "sum" else 1
+    expected = scale * directions() @ matrix(kind, ranks.size).numpy()
+    for products in ranks.run(flat_products, kind, options):
         np.testing.assert_allclose(products, expected, rtol=1e-10, atol=1e-12)
-
-
-@every_kind
-@pytest.mark.parametrize("options", OPTIONS)
-def test_flat_vectors_do_not_depend_on_units_and_labels(kind: str, options: dict[str, Any]) -> None:
-    of_sum = options.get("reduction") == "sum"
-    expected = directions() @ matrix(kind, 3).numpy() * (3 if of_sum else 1)
-    np.testing.assert_allclose(flat_products(fs.simulated_mesh(3), kind, options), expected, rtol=1e-10, atol=1e-12)
 
 
 def sharded_products(mesh: fs.Mesh, kind: str) -> list[NDArray[np.float64]]:
@@ -172,8 +168,8 @@ def test_products_that_keep_no_graph_are_those_of_two_reverse_passes(number: int
     def along(p: Any) -> torch.Tensor:
         return torch.stack([(x * v[key]).sum() for key, x in torch.func.grad(loss)(p).items()]).sum()
 
-    product = torch.func.jvp(fs.grad(without_graph), (params,), (v,))[1]
-    assert_trees_close(product, torch.func.grad(along)(params), rtol=1e-10, atol=1e-13)
+    found = torch.func.jvp(fs.grad(without_graph), (params,), (v,))[1]
+    assert_trees_close(found, torch.func.grad(along)(params), rtol=1e-10, atol=1e-13)
 
 
 LINEAR_ALGEBRA: dict[str, Any] = {
@@ -225,20 +221,13 @@ def test_a_hessian_product_draws_the_numbers_of_dropout_once() -> None:
     assert_trees_close(products[0], products[1], rtol=0, atol=0)
 
 
-def traffic(mesh: fs.Mesh, kind: str) -> dict[str, int]:
-    made = operator(mesh, kind)
-    v = fs.curvature.randn_like(made.params, 0)
-    with count_collectives() as seen:
-        made.matvec(v)
-    return dict(seen.by_kind)
-
-
 @every_kind
 def test_a_product_of_trees_compares_nothing_and_reduces_trainable_buffers_alone(kind: str) -> None:
     made = operator(fs.simulated_mesh(3), kind)
+    with count_collectives() as seen:
+        made.matvec(fs.curvature.randn_like(made.params, 0))
+    assert set(seen.by_kind) == {"all_gather", "psum_scatter"}
     trainable = len(fs.partition(made.params)[0])
-    seen = traffic(fs.simulated_mesh(3), kind)
-    assert set(seen) == {"all_gather", "psum_scatter"}
     assert seen["psum_scatter"] == trainable * (2 if kind == "hessian" else 1)  # of the gradient too
 
 

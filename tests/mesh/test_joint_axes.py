@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard import collectives
 from functorch_shard.testing import assert_trees_close
+from tests.support import reference
 from tests.support.models import awkward, loss_of
-from tests.support.ranks import Ranks, gloo, simulated
+from tests.support.programs import PROGRAMS, as_rank
+from tests.support.ranks import Ranks, gloo, rows_of, simulated
 from tests.support.refusals import refused
 
 FOUR = {"dp": 2, "cp": 2}
@@ -25,52 +28,35 @@ AXES: list[dict[str, int]] = [
 ]
 
 
-def all_collectives(mesh: fs.Mesh, names: Any) -> Any:
-    """Of numbers that tell every rank and element apart; the sums are exact."""
-    axis = mesh[names]
+def values(size: int) -> Tensor:
+    """Different ones on every rank."""
+    return torch.randn(size, 12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    @mesh.spmd
-    def of_rank(x: Tensor) -> Any:
-        index = collectives.axis_index(axis)
-        rows = x + 1000 * index
-        batched = torch.vmap(lambda x: collectives.psum_scatter(x, axis, dim=1))(torch.stack([rows, 2 * rows]))
-        return {
-            "index": index,
-            "psum": collectives.psum(rows, axis),
-            "pmean": collectives.pmean(rows.double(), axis),
-            "pmax": collectives.pmax(-rows, axis),
-            "gather": collectives.all_gather(rows, axis, dim=1),
-            "scatter": collectives.psum_scatter(rows, axis, dim=1),
-            "batched": batched,
-        }
 
-    x = torch.arange(2 * 12).view(2, 12)
-    return of_rank(mesh.split(torch.cat([x + 50 * rank for rank in range(mesh.size)])))
+def all_programs(mesh: fs.Mesh) -> dict[str, Tensor]:
+    """Each program of ``tests/support/programs.py`` over the joint axis, for a row and for two as a batch."""
+    rows, axis = rows_of(mesh, values(mesh.size)), mesh[NAMES]
+
+    def of_rank(x: Tensor, name: str) -> Tensor:
+        run = as_rank(PROGRAMS[name], axis)
+        return torch.stack([run(x), *torch.vmap(run)(torch.stack([x, 2 * x]))])
+
+    return {name: mesh.spmd(partial(of_rank, name=name))(rows) for name in PROGRAMS}
 
 
 @pytest.mark.parametrize("ranks", [*simulated(*AXES), *gloo(FOUR)], ids=str)
 def test_a_joint_axis_is_one_axis_of_all_its_ranks(ranks: Ranks) -> None:
     axes = dict(ranks.axes)
-    size, numbers = axes["dp"] * axes["cp"], torch.arange(ranks.size).view(*axes.values())
+    numbers = torch.arange(ranks.size).view(*axes.values())
     if "replicate" in axes:
         numbers = numbers.movedim([*axes].index("replicate"), 0)
-    groups = numbers.reshape(-1, size).tolist()  # each in the order of the joint axis
-    got = ranks.run(all_collectives, NAMES)
-    for group in groups:
-        rows = [torch.arange(24).view(2, 12) + 50 * rank + 1000 * place for place, rank in enumerate(group)]
-        total = torch.stack(rows).sum(0)
-        for place, rank in enumerate(group):
-            part = total.unflatten(1, (size, 12 // size))[:, place]
-            expected = {
-                "index": torch.tensor(place),
-                "psum": total,
-                "pmean": total.double() / size,
-                "pmax": torch.stack([-row for row in rows]).amax(0),
-                "gather": torch.cat(rows, 1),
-                "scatter": part,
-                "batched": torch.stack([part, 2 * part]),
-            }
-            assert_trees_close(got[rank], expected, rtol=0, atol=0)
+    got = ranks.run(all_programs)
+    for group in numbers.reshape(-1, axes["dp"] * axes["cp"]):  # each in the order of the joint axis
+        x = values(ranks.size)[group]
+        for name, program in PROGRAMS.items():
+            once, twice = reference.run(program, x), reference.run(program, 2 * x)
+            expected = {name: torch.stack([once, once, twice], 1)}
+            assert_trees_close({name: torch.stack([got[rank][name] for rank in group])}, expected)
 
 
 def trained(mesh: fs.Mesh, shard_axis: Any, how: str) -> Any:

@@ -86,22 +86,6 @@ OF_ONE: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-def derived(wrap: Any, task: str) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    value = OF_ONE[task](lambda w: loss(wrap, w, X), W)
-    return value, torch.get_rng_state()
-
-
-@pytest.mark.parametrize("task", OF_ONE)
-def test_every_derivative_has_the_same_values_and_random_numbers(task: str) -> None:
-    """Of a part, and of a part of a part."""
-    expected, state = derived(plainly, task)
-    for wrap in (fs.remat, twice):
-        actual, state_after = derived(wrap, task)
-        assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
-        assert torch.equal(state, state_after)
-
-
 # Derivatives of f(w, x) for each row of x.
 BATCHED: dict[str, Callable[..., Tensor]] = {
     "vmap": lambda f, batched: batched(lambda x: f(W, x))(X),
@@ -120,19 +104,6 @@ BATCHED: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("randomness", ["same", "different"])
-@pytest.mark.parametrize("task", BATCHED)
-def test_every_batch_has_the_same_values_and_random_numbers(task: str, randomness: str) -> None:
-    results = []
-    for wrap in (plainly, fs.remat):
-        torch.manual_seed(1)
-        value = BATCHED[task](partial(loss, wrap), partial(vmap, randomness=randomness))
-        results.append((value, torch.get_rng_state()))
-    (expected, state), (actual, state_after) = results
-    assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(state, state_after)
-
-
 def wave(w: Tensor) -> Tensor:
     return (X @ w).sin().square().sum()
 
@@ -144,21 +115,47 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "make_fx": lambda f: make_fx(grad(f))(W)(V),
     "torch.autograd.functional.jacobian": lambda f: torch.autograd.functional.jacobian(f, W, vectorize=True),
     "torch.autograd.functional.hessian": lambda f: torch.autograd.functional.hessian(f, W, vectorize=True),
-    "compiled": lambda f: _gradient_of_compiled(f),
+    "compiled": lambda f: gradient_of(torch.compile(f, backend="aot_eager")),
     "inference_mode": lambda f: torch.inference_mode()(f)(W).clone(),
 }
 
 
-def _gradient_of_compiled(f: Any) -> Tensor:
+def gradient_of(f: Any) -> tuple[Tensor, Tensor]:
+    """The value and the gradient by ``backward``."""
     w = W.clone().requires_grad_()
-    torch.compile(f, backend="aot_eager")(w).backward()
-    return w.grad if w.grad is not None else w
+    value = f(w)
+    return value.detach(), torch.autograd.grad(value, w)[0]
+
+
+def half(w: Tensor) -> Tensor:
+    return (X.float() @ w.float()).sin().float().sum()
+
+
+# What is derived with parts that are wrapped.
+TASKS: dict[str, Callable[[Any], Any]] = {
+    **{task: lambda wrap, of=of: of(lambda w: loss(wrap, w, X), W) for task, of in OF_ONE.items()},
+    **{
+        f"{task}, {kind}": lambda wrap, of=of, kind=kind: of(partial(loss, wrap), partial(vmap, randomness=kind))
+        for task, of in BATCHED.items()
+        for kind in ("same", "different")
+    },
+    **{task: lambda wrap, of=of: of(wrap(wave)) for task, of in OTHERS.items()},
+    "autocast": lambda wrap: gradient_of(torch.autocast("cpu", torch.bfloat16)(wrap(half))),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch.func.linearize
-@pytest.mark.parametrize("task", OTHERS)
-def test_other_ways_to_differentiate_have_the_same_values(task: str) -> None:
-    assert_trees_close(OTHERS[task](fs.remat(wave)), OTHERS[task](wave), rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_derivative_has_the_same_values_and_random_numbers(task: str) -> None:
+    """Of a part, and of a part of a part."""
+
+    def derived(wrap: Any) -> tuple[Any, Tensor]:
+        torch.manual_seed(1)
+        return TASKS[task](wrap), torch.get_rng_state()
+
+    expected = derived(plainly)
+    for wrap in (fs.remat, twice):
+        assert_trees_close(derived(wrap), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_it_is_the_function_where_nothing_is_differentiated() -> None:
@@ -169,19 +166,6 @@ def test_it_is_the_function_where_nothing_is_differentiated() -> None:
     runs: list[int] = []
     fs.remat(lambda x: (runs.append(1), x)[1])(W)
     assert len(runs) == 1
-
-
-def test_autocast_is_that_of_forward() -> None:
-    def half(w: Tensor) -> Tensor:
-        return (X.float() @ w.float()).sin().float().sum()
-
-    results = []
-    for wrap in (plainly, fs.remat):
-        w = W.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            value = wrap(half)(w)
-        results.append((value.detach(), torch.autograd.grad(value, w)[0]))
-    assert_trees_close(results[1], results[0], rtol=0, atol=0)
 
 
 def test_containers_numbers_and_results_without_a_derivative_pass_through() -> None:
