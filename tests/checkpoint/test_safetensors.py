@@ -16,6 +16,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import export_safetensors, import_safetensors
+from functorch_shard.debug import digests
 from tests.support.models import awkward
 from tests.support.pool import run_ranks
 from tests.support.refusals import refused, text_of
@@ -32,14 +33,9 @@ def of_every_dtype() -> dict[str, Tensor]:
     return tensors | {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 3), "nan": torch.tensor([0.0, float("nan")])}
 
 
-def bits(x: Tensor) -> list[int]:
-    return x.contiguous().reshape(-1).view(torch.uint8).tolist()
-
-
-def assert_same_bits(got: Any, expected: Any) -> None:
-    assert got.keys() == expected.keys()
-    for name, x in expected.items():
-        assert (got[name].dtype, got[name].shape, bits(got[name])) == (x.dtype, x.shape, bits(x.detach())), name
+def bits(tree: Any) -> dict[str, str]:
+    """Digests of tensors and of buffers, with dtypes, shapes and padding."""
+    return digests(dict(tree))
 
 
 def values(**more: Tensor) -> dict[str, Tensor]:
@@ -57,10 +53,10 @@ def test_the_library_reads_what_was_exported_and_what_it_wrote_is_sharded(tmp_pa
     export_safetensors(tmp_path / "new", params, max_shard_size=max_shard_size)
     assert os.listdir(tmp_path) == ["new"]
     files = sorted((tmp_path / "new").glob("*.safetensors"))
-    assert_same_bits({name: x for file in files for name, x in load_file(file).items()}, tensors)
+    assert bits({name: x for file in files for name, x in load_file(file).items()}) == bits(tensors)
     for axes in (1, 5, {"replicate": 3}):
         layout = planned(tensors, axes, ignored=["m0.w0", "m6.w12"], align_bytes=0)
-        assert_same_bits(import_safetensors(str(tmp_path / "new"), layout), fs.shard(tensors, layout))
+        assert bits(import_safetensors(str(tmp_path / "new"), layout)) == bits(fs.shard(tensors, layout))
     if max_shard_size == 100:
         index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
         assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
@@ -74,11 +70,11 @@ def test_tied_parameters_are_written_under_each_name_and_found_under_any(tmp_pat
     expected = fs.shard({"embed": weight, "other": torch.ones(2)}, layout)
     export_safetensors(tmp_path / "new", expected)
     whole = {"embed": weight, "head": weight, "other": torch.ones(2)}
-    assert_same_bits(load_file(tmp_path / "new" / "model.safetensors"), whole)
-    assert_same_bits(import_safetensors(tmp_path / "new", layout), expected)
+    assert bits(load_file(tmp_path / "new" / "model.safetensors")) == bits(whole)
+    assert bits(import_safetensors(tmp_path / "new", layout)) == bits(expected)
     file = tmp_path / "one.safetensors"
     save_file({"head": weight, "other": torch.ones(2)}, file)
-    assert_same_bits(import_safetensors(file, layout), expected)
+    assert bits(import_safetensors(file, layout)) == bits(expected)
     save_file({"embed": weight, "head": weight + 1, "other": torch.ones(2)}, file)
     assert "'embed': tied in the layout, but the values of ['embed', 'head'] differ" in refused(
         import_safetensors, file, layout
@@ -91,7 +87,7 @@ def test_floating_point_is_cast_to_the_layout_and_can_be_trained(tmp_path: Path)
     layout = planned({"w": torch.zeros(7, 3)}, 3)
     with torch.inference_mode():
         imported = import_safetensors(tmp_path / "one.safetensors", layout)
-    assert_same_bits(imported, fs.shard({"w": wide["w"].float()}, layout))
+    assert bits(imported) == bits(fs.shard({"w": wide["w"].float()}, layout))
     assert not any(x.is_inference() for x in imported.values())
 
 
@@ -138,7 +134,7 @@ def test_all_files_of_a_directory_are_read_links_too_and_each_name_once(tmp_path
     save_file(values(), tmp_path / "sub" / "x.safetensors")
     (folder / "link.safetensors").symlink_to(tmp_path / "sub" / "x.safetensors")  # as in the cache of Hugging Face
     (folder / "model.safetensors.index.json").write_text("{}")
-    assert_same_bits(import_safetensors(folder, layout), fs.shard(values(), layout))
+    assert bits(import_safetensors(folder, layout)) == bits(fs.shard(values(), layout))
     text = refused(import_safetensors, folder / "model.safetensors.index.json", layout)
     assert "Pass a safetensors file, or a directory" in text
     save_file(values(), folder / "q.safetensors")
@@ -174,7 +170,7 @@ def on_this_rank(folder: Path) -> list[str]:
     layout = fs.plan(awkward(), mesh)
     params = fs.shard(awkward(), layout)
     export_safetensors(folder / "new", params, max_shard_size=150)
-    assert_same_bits(import_safetensors(folder / "new", layout), params)
+    assert bits(import_safetensors(folder / "new", layout)) == bits(params)
     told = [text_of(import_safetensors, folder / ("none" if mesh.rank else "new"), layout)]
     told += [text_of(export_safetensors, folder / "new", params)]
     save_file = safetensors.torch.save_file
@@ -193,7 +189,7 @@ def on_this_rank(folder: Path) -> list[str]:
 def test_real_ranks_write_for_any_others_and_an_error_on_one_is_reported_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(on_this_rank, 2, tmp_path)
     layout = fs.plan(awkward(), fs.simulated_mesh({"replicate": 2, "shard": 2}), units=1)
-    assert_same_bits(import_safetensors(tmp_path / "new", layout), fs.shard(awkward(), layout))
+    assert bits(import_safetensors(tmp_path / "new", layout)) == bits(fs.shard(awkward(), layout))
     assert "no such file" in second[0]
     assert first[0].startswith("RuntimeError: import_safetensors failed on rank 1, so no rank can go on. There:\nValue")
     assert first[1].startswith(f"FileExistsError: {tmp_path / 'new'} exists already")
