@@ -1,4 +1,4 @@
-"""Backends before backends, on simulated ranks and on ranks that are threads: they count, skip, and replace."""
+"""Backends before backends, on simulated and on real ranks: they count, skip, and replace."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_shard as fs
 from functorch_shard.communication import Backend, Collective, Counter, Finished, Traffic, Work, skip, wrap
 from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
+from tests.support.pool import run_ranks
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import refused
 
 MODEL = awkward()
@@ -25,24 +29,26 @@ AXES = [{"shard": 5}, {"replicate": 2, "shard": 3}]
 x_of, y_of = torch.randn(6, 3, 5, dtype=torch.float64), torch.randn(6, 3, 3, dtype=torch.float64)
 
 
-def trained(mesh: fs.Mesh, num_steps: int = 3, **options: Any) -> tuple[fs.Sharded, Tensor]:
+def trained(mesh: fs.Mesh, layout: fs.Layout | None = None, **options: Any) -> tuple[dict[str, Tensor], Tensor]:
     """A few steps of SGD on a model of awkward parameters."""
     model = copy.deepcopy(MODEL)  # functional_call swaps parameters in it: threads need one each
-    params = fs.shard(model, fs.plan(model, mesh, **options))
+    layout = layout or fs.plan(model, mesh, **options)
+    params = fs.shard(dict(model.named_parameters()), layout)  # which compares nothing, and sends nothing
     opt = fs.optimizer(torch.optim.SGD, lr=0.02, momentum=0.9)
     state = opt.init(params)
 
     @mesh.spmd
     def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         grads, loss = fs.grad_and_value(lambda p: loss_of(model, fs.gather(p), x, y))(params)
+        fs.collectives.pmax(loss, mesh)
         return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
 
     loss = torch.zeros(())
     ranks = tuple(mesh.axes.values()) if mesh.is_simulated else ()
     x, y = (z[: mesh.size].unflatten(0, ranks) if ranks else z[mesh.rank] for z in (x_of, y_of))
-    for _ in range(num_steps):
+    for _ in range(3):
         params, state, loss = step(params, state, x, y)
-    return params, loss
+    return dict(params), loss
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
@@ -57,7 +63,7 @@ def test_a_counter_counts_per_axis_and_kind_what_one_rank_does(axes: dict[str, i
         these = [c for c in seen.issued if (c.axis, c.kind) == (axis, kind)]
         traffic, n = counter[axis, kind], axes[axis]
         assert (traffic.number, traffic.nbytes) == (len(these), sum(c.nbytes for c in these))
-        factor = {"all_gather": n * (n - 1), "psum_scatter": n - 1, "psum": 2 * (n - 1)}[kind]
+        factor = {"all_gather": n * (n - 1), "psum_scatter": n - 1}.get(kind, 2 * (n - 1))
         assert traffic.sent == sum(-(-c.nbytes * factor // n) for c in these)
         assert 0 < traffic.blocked == traffic.seconds
     assert counter.total.number == seen.total
@@ -123,6 +129,79 @@ def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
     assert torch.equal(scattered, torch.stack([rows[r].chunk(2, dim)[r] for r in range(2)]))
     for reduce in (fs.collectives.psum, fs.collectives.pmax):
         assert torch.equal(mesh.spmd(lambda x, f=reduce: f(x, mesh))(rows)[0], rows[0])
+
+
+class CountMessages(TorchDispatchMode):
+    """Whatever is handed to a process group, by anybody."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.namespace == "c10d"
+        known = all(kind in (Tensor, nn.Parameter) for kind in types)
+        return func(*args, **kwargs or {}) if known else NotImplemented
+
+
+SUMS = ("psum_scatter", "psum", "pmax")
+SKIPS = {"nothing": (), "all_gather": ("all_gather",), "reduction": SUMS, "both": ("all_gather", *SUMS)}
+
+
+def skipped_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[int, set[str]]]:
+    results: dict[str, Any] = {}
+    shapes = set[str]()
+    for name, skips in SKIPS.items():
+        sent = Counter()
+        mesh = fs.init_mesh(axes).with_backend(sent).with_backend(skip(*skips))
+        layout = fs.plan(MODEL, mesh)  # what it compares is compared whatever is skipped
+        sent.clear()
+        with CountMessages() as messages:
+            params, loss = trained(mesh, layout)
+        assert torch.isfinite(loss)
+        shapes.add(str([(key, x.shape, x.dtype, x.device) for key, x in params.items()]))
+        results[name] = messages.number, {kind for _, kind in sent.traffic}
+    assert len(shapes) == 1
+    return results
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, HYBRID], ids=str)
+def test_what_is_skipped_is_not_sent_and_the_step_has_the_same_shapes(axes: dict[str, int]) -> None:
+    for results in run_ranks(skipped_on_this_rank, fs.simulated_mesh(axes).size, axes):
+        (everything, kinds), gathers, sums = results["nothing"], {"all_gather"}, {*SUMS}
+        assert kinds == gathers | sums
+        assert [results[name][1] for name in ("all_gather", "reduction", "both")] == [sums, gathers, set()]
+        assert results["both"][0] == 0
+        assert 0 < results["all_gather"][0] < everything
+        assert 0 < results["reduction"][0] < everything
+
+
+def wrong_plan_on_this_rank() -> str:
+    mesh = fs.init_mesh().with_backend(skip("all_gather", *SUMS))
+    return refused(fs.plan, {"w": torch.zeros(3 + mesh.rank)}, mesh)
+
+
+def test_ranks_that_skip_everything_still_agree_on_a_plan() -> None:
+    for text in run_ranks(wrong_plan_on_this_rank, 2):
+        assert "plan: the ranks disagree" in text
+
+
+def half_sums(op: Collective, x: Tensor, send: Issue) -> Work:
+    """Gradients are reduced in bfloat16."""
+    if op.kind != "psum_scatter":
+        return send(op, x)
+    return send(replace(op, dtype=torch.bfloat16), x.bfloat16()).then(lambda total: total.to(x.dtype))
+
+
+def with_half_sums(mesh: fs.Mesh) -> list[Any]:
+    wide: Any = {"align_bytes": 64}  # as many elements as of the narrower dtype of the policy
+    same = trained(mesh, precision=fs.MixedPrecision(reduce_dtype=torch.bfloat16))
+    return [trained(mesh.with_backend(wrap(half_sums)), **wide), same, trained(mesh, **wide)]
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(3)], ids=str)
+def test_a_backend_of_ones_own_trains_as_the_precision_that_does_the_same(ranks: Ranks) -> None:
+    for actual, same, exact in ranks.run(with_half_sums):
+        assert_trees_close(actual, same, rtol=0, atol=0)
+        assert any((x != exact[0][key]).any() for key, x in actual[0].items())
 
 
 def test_an_axis_may_be_left_alone() -> None:

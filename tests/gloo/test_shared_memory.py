@@ -46,7 +46,7 @@ def gathered(ranks: list[SharedMemory], number: int, numel: int = 5) -> list[Ten
     """What each rank has of the parts of all, rank r's of numbers ``10 number + r``, all written before one reads."""
     regions = [rank.take(number, 4 * numel * len(ranks)) for rank in ranks]
     for i, region in enumerate(regions):
-        assert region.write(torch.full((numel,), 10.0 * number + i), 4 * numel * i) == 4 * numel * (i + 1)
+        region.write(torch.full((numel,), 10.0 * number + i), 4 * numel * i)
     return [region.open().view(torch.float32).view(len(ranks), numel) for region in regions]
 
 

@@ -1,4 +1,4 @@
-"""Large messages between real ranks of one host: bitwise what sockets bring, whatever holds a rank up, or ends it."""
+"""Large messages between real ranks of one host, whatever holds a rank up, or ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,66 +18,18 @@ from torch import Tensor
 
 import functorch_shard as fs
 import functorch_shard.gloo.backend
-from functorch_shard.communication import Work
-from functorch_shard.gloo.backend import SMALL_MESSAGE, GlooBackend, Guard
+from functorch_shard.gloo.backend import SMALL_MESSAGE, Guard
 from functorch_shard.gloo.shared_memory import ADDRESS
 from functorch_shard.testing import RankError
 from tests.support import lazy_uses
 from tests.support.pool import run_ranks
 
 LARGE = SMALL_MESSAGE + 5  # elements of a part
-# Sums of every dtype: tests/communication/test_rank_order_on_ranks.py.
-GATHERED = [torch.float64, torch.bfloat16, torch.complex128, torch.int8, torch.float8_e4m3fn, torch.bool]
-BY_SOCKETS = partial(patch.object, GlooBackend, "_memory", None)
-
-
-def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    drawn = 10 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (drawn + 1j * drawn.flip(0) if dtype.is_complex else drawn).to(dtype)
-
-
-def assert_same_bytes(a: Tensor, b: Tensor) -> None:
-    assert (a.shape, a.dtype) == (b.shape, b.dtype)
-    assert torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
 def memory_of(mesh: fs.Mesh) -> Any:
     backend: Any = mesh["shard"].backend
     return backend._memory
-
-
-def compare_with_sockets_on_this_rank() -> None:
-    mesh = fs.init_mesh()
-    axis = mesh["shard"]
-
-    def same_on_both_ways(kind: str, x: Tensor, **options: Any) -> None:
-        by_memory = axis.issue(kind, x, **options).wait()
-        with BY_SOCKETS():
-            assert_same_bytes(by_memory, axis.issue(kind, x, **options).wait())
-
-    matrix = values((7 * mesh.size, LARGE * mesh.size), torch.float64, mesh.rank).mT  # not contiguous
-    conjugated = values((LARGE * mesh.size,), torch.complex128, mesh.rank).conj()
-    wide = values((4 * LARGE,), torch.float32, mesh.rank)
-    for transient in (False, True):
-        for dtype in GATHERED:
-            x = values((LARGE,), dtype, mesh.rank)
-            same_on_both_ways("all_gather", x, transient=transient)
-            own = axis.issue("all_gather", x, transient=transient).wait().unflatten(0, (mesh.size, -1))[mesh.rank]
-            assert_same_bytes(own, x)
-        for dim in (0, 1):
-            same_on_both_ways("all_gather", matrix, dim=dim, transient=transient)
-        same_on_both_ways("all_gather", conjugated, transient=transient)
-        same_on_both_ways("all_gather", wide, dtype=torch.bfloat16, transient=transient)
-    for dim in (0, 1):
-        same_on_both_ways("psum_scatter", matrix, dim=dim)
-    resolved = axis.issue("psum_scatter", conjugated + 0).wait()
-    assert_same_bytes(axis.issue("psum_scatter", conjugated).wait(), resolved)
-    assert memory_of(mesh) is not None
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_dtype_arrives_bitwise_as_by_sockets(num_ranks: int) -> None:
-    run_ranks(compare_with_sockets_on_this_rank, num_ranks)
 
 
 def stress_on_this_rank(num_messages: int, longest: float) -> None:
@@ -161,20 +112,6 @@ def rewrite_on_this_rank() -> Tensor:
 def test_what_is_written_to_after_it_was_sent_arrives_as_it_was_sent() -> None:
     for rows in run_ranks(rewrite_on_this_rank, 2):
         assert torch.equal(rows, torch.tensor([1.0, 2.0])[:, None].expand_as(rows))
-
-
-def different_on_this_rank() -> str:
-    mesh = fs.init_mesh()
-    works: list[Work] = [mesh["shard"].issue("all_gather", torch.ones(LARGE + mesh.rank))]
-    with pytest.raises(RuntimeError) as error:
-        works[0].wait()
-    return str(error.value)
-
-
-def test_operands_of_different_sizes_are_refused_on_every_rank() -> None:
-    sizes = [f"rank {rank}: all_gather of {LARGE + rank:,} float32" for rank in range(2)]
-    for message in run_ranks(different_on_this_rank, 2):
-        assert all(size in message for size in sizes)
 
 
 def killed_on_this_rank(report: str) -> None:

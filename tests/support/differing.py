@@ -62,6 +62,12 @@ DIFFERENT: dict[str, tuple[Program, Program, str, str]] = {
         "1: all_gather of 4 float32",
         "1: all_gather of 3 float32",
     ),
+    "size of long messages": (  # behind two that open the memory for them
+        lambda mesh: all_gather(torch.ones(20_000), mesh),
+        lambda mesh: all_gather(torch.ones(19_999), mesh),
+        "3: all_gather of 20,000 float32",
+        "3: all_gather of 19,999 float32",
+    ),
     "dim": (
         lambda mesh: all_gather(ONES.view(2, 2), mesh, dim=1),
         lambda mesh: all_gather(ONES.view(2, 2), mesh, dim=0),
