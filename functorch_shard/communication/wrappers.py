@@ -160,14 +160,11 @@ def skip(*kinds: str) -> Callable[[Axis], Axis]:
 
 def _own(op: Collective, x: Tensor, axis: Axis) -> Tensor:
     """What the ranks would get that have this rank's part for each other: of a reduction, that part alone."""
-    law, size, copies = op.law, axis.size, 1 if op.law.reduces else axis.size
+    law, size, simulated = op.law, axis.size, axis.backend.simulated
     x = x.to(op.device or x.device, op.dtype)
-    if law.shape:  # a permutation, or the value of one rank: results have the shape of the operand
-        return (x[0] if law.alike and axis.backend.simulated else x).clone()
-    if not axis.backend.simulated:
-        rank = int(axis.backend.index())
-        return law.combine(op, [law.parts(op, x, rank, size, 0)[rank] if law.parts else x] * copies, 0)
-    if not law.parts:
-        return law.combine(op, [x[0]] * copies, 0)
-    parts = law.parts(op, x, 0, size, 1)
-    return law.combine(op, [torch.stack([parts[rank, rank] for rank in range(size)])] * copies, 1)
+    results = list[Tensor]()
+    for rank, own in enumerate(x) if simulated else [(int(axis.backend.index()), x)]:
+        if law.parts and not law.shape:  # of a permutation, or the value of one rank, results have the operand's shape
+            own = law.parts(op, own, rank, size, 0)[rank]
+        results.append(law.combine(op, [own] * (1 if law.reduces else size), 0))
+    return torch.stack(results) if simulated and law.is_scattered else results[0]

@@ -203,10 +203,8 @@ class Call:
         try:
             if sends is not None and receives is not None:
                 options = {"group": guard.group, "tag": 1 << 30 | (self.digest ^ self.number) & 0x3FFFFFFF}
-                self.works = [
-                    dist.irecv(_bytes_of(x), group_src=r, **options) for r, x in receives.items() if x.numel()
-                ]
-                self.works += [dist.isend(_bytes_of(x), group_dst=r, **options) for r, x in sends.items() if x.numel()]
+                self.works = [dist.irecv(x, group_src=r, **options) for r, x in receives.items() if x.numel()]
+                self.works += [dist.isend(x, group_dst=r, **options) for r, x in sends.items() if x.numel()]
             self.buffers = sent, got = guard.free.pop() if guard.free else guard.new_envelopes()
             sent[:, :HEAD] = self.head
             if rows is not None:
@@ -273,8 +271,8 @@ class Guard:
         """Return the next collective; what ``op`` is on ``numel`` elements is the same on all ranks, or it raises."""
         if self.is_sending:
             self.error = self.error or INTERRUPTED
-        while (first := _first(self.unverified)) and first.arrived.done():
-            self.verify(first)
+        while (unverified := [*self.unverified]) and unverified[0].arrived.done():
+            self.verify(unverified[0])
         self._refuse()
         for _ in range(len(self.abandoned)):
             with suppress(IndexError, RuntimeError):  # another thread may take it; what failed is over too
@@ -298,7 +296,7 @@ class Guard:
         """Raise unless this collective, and each one before it, is the same on all ranks."""
         while not call.verified:
             self._refuse()
-            first = _first(self.unverified) or call
+            first, *_ = *self.unverified, call
             buffers = first.buffers
             first.work.wait()
             digests = buffers[1][:, :8].view(torch.int64).flatten().tolist() if buffers else ()
@@ -357,14 +355,6 @@ class Guard:
 atexit.register(time.sleep, _PAUSE)  # after all guards: what is registered last is called first
 
 
-def _first(calls: deque[Call]) -> Call | None:
-    """The first call that is not verified; another thread may verify it at any time."""
-    try:
-        return calls[0]
-    except IndexError:
-        return None
-
-
 @lru_cache(maxsize=4096)
 def _described(op: Collective, numel: int, in_main_thread: bool) -> tuple[str, int, Tensor]:
     """What a collective is, a digest of it, and both as the head of an envelope."""
@@ -373,11 +363,6 @@ def _described(op: Collective, numel: int, in_main_thread: bool) -> tuple[str, i
     head = bytearray((digest + text.encode())[:HEAD].ljust(HEAD, b"\0"))
     with torch.inference_mode(False):
         return text, int.from_bytes(digest, "big", signed=True), torch.frombuffer(head, dtype=torch.uint8)
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    """The memory of ``x``, which is contiguous, as bytes."""
-    return x.detach().flatten().unsqueeze(-1).view(torch.uint8)
 
 
 def _await(condition: Callable[[], bool], end: float) -> bool:

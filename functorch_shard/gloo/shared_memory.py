@@ -41,19 +41,18 @@ class Region:
         self._memory, self._place, self._nbytes = memory, place, nbytes
         self._held = True
 
-    def write(self, x: Tensor, offset: int) -> int:
-        """Write the bytes of ``x``, which is contiguous, and return where they end."""
-        return offset + _each_byte(os.pwritev, self._memory.file, x, _start(self._place) + offset)
+    def write(self, x: Tensor, offset: int) -> None:
+        """Write the bytes of ``x``, which is contiguous."""
+        _each_byte(os.pwritev, self._memory.file, x, _start(self._place) + offset)
 
     def open(self) -> Tensor:
         """The bytes of all ranks; freeing them frees the region for this rank."""
+        file, start = self._memory.file, _start(self._place)
         try:
-            memory = memoryview(
-                mmap.mmap(self._memory.file, self._nbytes, flags=mmap.MAP_PRIVATE, offset=_start(self._place))
-            )
+            memory = memoryview(mmap.mmap(file, self._nbytes, flags=mmap.MAP_PRIVATE, offset=start))
         except OSError:  # no more file descriptors
             copy = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
-            _each_byte(os.preadv, self._memory.file, copy, _start(self._place))
+            _each_byte(os.preadv, file, copy, start)
             self.free()
             return copy
         finalize(memory, self.free).atexit = False
@@ -167,7 +166,7 @@ def _start(place: int) -> int:
     return (place + 1) * REGION
 
 
-def _each_byte(call: Callable[..., int], file: int, x: Tensor, offset: int) -> int:
+def _each_byte(call: Callable[..., int], file: int, x: Tensor, offset: int) -> None:
     """Move all bytes of ``x`` by calls that may stop early, as Linux does after 2 GB."""
     assert x.is_contiguous()
     memory, moved = memoryview((c_char * x.nbytes).from_address(x.data_ptr())).cast("B"), 0
@@ -176,4 +175,3 @@ def _each_byte(call: Callable[..., int], file: int, x: Tensor, offset: int) -> i
         if count == 0:
             raise EOFError(f"a message ends after {moved} bytes, where {x.nbytes} were expected")
         moved += count
-    return moved

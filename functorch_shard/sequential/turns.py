@@ -75,7 +75,7 @@ class Run:
             Thread(target=copy_context().run, args=(self._one, r, body), name=f"simulated rank {r}", daemon=True)
             for r in range(len(self._locks))
         ]
-        with self._numbers.restored(), self._modules.watched(lambda: self.rank):
+        with self._numbers.exchanged(), self._modules.watched(lambda: self.rank):
             for lock, thread in zip(self._locks, threads, strict=True):
                 lock.acquire()
                 thread.start()
@@ -88,16 +88,15 @@ class Run:
                 raise
             for thread in threads:
                 thread.join()
-        if self._errors:
-            rank, error = self._errors[0]
-            add_note = getattr(error, "add_note", lambda _: None)  # Python 3.10 has none
-            add_note(f"raised by rank {rank} of {len(threads)} simulated ones")
-            try:
-                raise error
-            finally:
-                self._errors.clear()
-                del error  # it refers to this frame
-        self._numbers.go_on()
+            if self._errors:
+                rank, error = self._errors[0]
+                add_note = getattr(error, "add_note", lambda _: None)  # Python 3.10 has none
+                add_note(f"raised by rank {rank} of {len(threads)} simulated ones")
+                try:
+                    raise error
+                finally:
+                    self._errors.clear()
+                    del error  # it refers to this frame
 
     def issue(self, axis: str, op: Collective, x: Tensor) -> Work:
         """Start the next collective of the running rank over an axis: the k-th ones of all ranks are one."""
@@ -227,13 +226,12 @@ class _RandomNumbers:
         self._now[rank] = self._read()
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def exchanged(self) -> Iterator[None]:
+        """A context in which all ranks draw, after which the process goes on."""
         try:
             yield
         finally:
             self._write(self._before)
-
-    def go_on(self) -> None:
         pairs = [pair for states in zip(self._first, self._now, strict=True) for pair in zip(*states, strict=True)]
         if all(torch.equal(before, after) for before, after in pairs):
             return
@@ -241,9 +239,8 @@ class _RandomNumbers:
             raise RuntimeError("spmd: random numbers were drawn, with randomness='error'.")
         if self._randomness == "same":
             self._write(self._now[0])
-        else:
-            for device in self._devices:
-                torch.rand((), device=device)
+        for device in self._devices if self._randomness == "different" else ():
+            torch.rand((), device=device)
 
     def _read(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(self._module.get_rng_state(device) for device in self._devices[1:])]
