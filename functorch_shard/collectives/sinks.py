@@ -63,8 +63,8 @@ class Sink:
             return True, _Differentiated.apply(*grads)
         return True, grads
 
-    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
-        """Have writes into a whole buffer that was gathered outside of ``spmd`` refused at the end of ``fs.grad``."""
+    def watch(self, key: str, parts: Mapping[str, Tensor]) -> None:
+        """Have writes into parameters that were gathered outside of ``spmd`` refused at the end of ``fs.grad``."""
 
     def finish(self, node: Any, totals: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients that autograd hands on, of ``totals`` that reductions made."""
@@ -144,10 +144,10 @@ class Boundary(Sink):
             return _plus(self.totals[i], grad)
         return torch.full_like(x, self.nothing) if grad is None else grad
 
-    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
-        """Have writes into a whole buffer refused at the end of the function."""
+    def watch(self, key: str, parts: Mapping[str, Tensor]) -> None:
+        """Have writes into the parameters of a buffer refused at the end of the function."""
         self.gathered = self.gathered or Gathered("grad")
-        self.gathered.add(key, whole, names)
+        self.gathered.add(key, parts)
 
     def take_anchors(self) -> list[Tensor]:
         """Return the anchors, and drop them: their nodes know this boundary."""

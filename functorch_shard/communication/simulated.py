@@ -203,28 +203,29 @@ _ADVICE = (
 
 
 class Gathered:
-    """Whole buffers of one run of ``spmd`` or ``fs.grad`` by key, the last of each, with a sum of their bits."""
+    """What one run of ``spmd`` or ``fs.grad`` gathered, the last of each buffer, with a sum of its bits."""
 
     def __init__(self, verb: str = "spmd") -> None:
         self._verb = verb
-        self._seen: dict[str, tuple[Tensor, Tensor, Sequence[str]]] = {}
+        self._seen: dict[str, tuple[Mapping[str, Tensor], Tensor]] = {}
 
-    def add(self, key: str, x: Tensor, names: Sequence[str]) -> None:
-        """Remember ``x``, and look at the buffer of this key that was gathered before."""
+    def add(self, key: str, parts: Mapping[str, Tensor]) -> None:
+        """Remember the parameters of a buffer, and look at those of this key that were gathered before."""
         self.check([key] if key in self._seen else [])
-        plain = without_batches(x)
-        if type(plain) is Tensor and not plain.is_meta and not being_traced() and not torch.compiler.is_compiling():
-            self._seen[key] = plain, bit_sum(plain), names
+        plain = {name: without_batches(x) for name, x in parts.items()}
+        x = next(iter(plain.values()))
+        if type(x) is Tensor and not x.is_meta and not being_traced() and not torch.compiler.is_compiling():
+            self._seen[key] = plain, _bit_sum(plain)
 
     def check(self, keys: Sequence[str] | None = None) -> None:
-        """Raise if one of these buffers, or of all, was written to."""
+        """Raise if parameters of one of these buffers, or of all, were written to."""
         keys = [*self._seen] if keys is None else keys
         found = [self._seen.pop(key) for key in keys]
         if found:
-            changed = torch.stack([bit_sum(x).cpu() != before.cpu() for x, before, _ in found]).tolist()
+            changed = torch.stack([_bit_sum(parts).cpu() != before.cpu() for parts, before in found]).tolist()
             problems = [
-                f"buffer {key!r} ({', '.join(names)}): written to inside of the function"
-                for key, (_, _, names), wrong in zip(keys, found, changed, strict=True)
+                f"buffer {key!r} ({', '.join(parts)}): written to inside of the function"
+                for key, (parts, _), wrong in zip(keys, found, changed, strict=True)
                 if wrong
             ]
             reject(self._verb, problems, _ADVICE, RuntimeError)
@@ -239,10 +240,15 @@ def writes_refused() -> Iterator[None]:
     gathered.check()
 
 
-def watch(key: str, whole: Tensor, names: Sequence[str]) -> None:
-    """Have writes into a whole buffer refused at the end of ``spmd``; real ranks refuse them at once."""
+def watch(key: str, parts: Mapping[str, Tensor]) -> None:
+    """Have writes into the parameters of a buffer refused at the end of ``spmd``; real ranks refuse them at once."""
     if gathered := RUN.get().gathered:
-        gathered.add(key, whole, names)
+        gathered.add(key, parts)
+
+
+def _bit_sum(parts: Mapping[str, Tensor]) -> Tensor:
+    with outside_transforms(), torch.no_grad():
+        return bit_sum(torch.cat([x.flatten() for x in parts.values()]))
 
 
 def bit_sum(x: Tensor) -> Tensor:

@@ -198,12 +198,12 @@ def batch_of(x: Tensor, slot: Slot) -> torch.Size:
 
 
 def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
-    """Return the parameters of ``buffer`` as views of ``flat``.
+    """Copy the parameters out of ``flat``, behind any batch dims, each to memory of its own, for ``as_strided``.
 
     By one split and not by slices: the backward of every slice would allocate a zero buffer of full size.
     """
-    parts = flat.split(buffer.split_sizes)
-    return {slot.name: part.view(slot.shape) for slot, part in zip(buffer.slots, parts[1::2], strict=True)}
+    parts = torch.split_with_sizes_copy(flat, buffer.split_sizes, -1)[1::2]
+    return {x.name: part.view((*flat.shape[:-1], *x.shape)) for x, part in zip(buffer.slots, parts, strict=True)}
 
 
 def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor:

@@ -1,6 +1,6 @@
 """``gather``: whole parameters from shards, at once or lazy, differentiable.
 
-As autograd sees a lazy gather: shards in, lazy tensors out, gradients reduced while backward goes on. A *part* is what
+As autograd sees it on real ranks: shards in, parameters out, gradients reduced while backward goes on. A *part* is what
 of a unit is differentiated together; ``_Gather`` is its node. ``_Join`` is the node of all shards in front of them,
 whose backward waits for the reductions.
 """
@@ -76,11 +76,10 @@ def gather(
             gradient is that of the plain gather at the decoded values. A buffer that is not sent stays exact.
 
     Returns:
-        A ``Full``, a dict name -> tensor on the mesh's device, in the source's order: lazy tensors, or views of the
-        gathered buffers. What was planned as a ``DTensor`` is one again, around this rank's part, and its gradient
+        A ``Full``, a dict name -> tensor on the mesh's device, in the source's order: lazy tensors, or copies, each in
+        memory of its own. What was planned as a ``DTensor`` is one again, around this rank's part, and its gradient
         comes back in its placements. Outside ``spmd`` a stacked tree of simulated ranks gives whole parameters without
-        rank dims; there its gradient is that of every rank returning the same value. A buffer that one rank holds
-        whole shares its memory with ``params``.
+        rank dims; there its gradient is that of every rank returning the same value.
 
     Raises:
         TypeError: ``params`` is not a ``Sharded``, ``dtype`` is not a floating-point one, or ``codec`` is not a
@@ -127,17 +126,20 @@ def _gather(params: Sharded, lazy: bool | None, dtype: torch.dtype | None, codec
         codec = encoding(codec)
     shards, layout = dict(params.items()), params.layout
     check_shards("gather", shards, layout)
-    mesh, buffers = layout.mesh, layout.buffers
-    watched = watch if mesh.in_spmd else sink_here().watch
+    mesh, buffers, whole = layout.mesh, layout.buffers, dict[str, Tensor]()
     one_memory = mesh.is_simulated or (lazy is None and mesh.kind == "sequential")
     may_be_lazy = {} if one_memory or lazy is False else shards
     later = {key: x for key, x in may_be_lazy.items() if lazy or _is_far(x, buffers[key], layout)}
-    whole = _lazily(later, layout, dtype, codec) if later else {}
-    now = {key: buffer for key, buffer in buffers.items() if key not in later}
-    for key, x in (_at_once(shards, now, layout, dtype, codec) if now else {}).items():
-        if lazy is not False and buffers[key].num_shards > 1:  # others are the shards, which a step may donate
-            watched(key, x, [slot.name for slot in buffers[key].slots])
-        whole.update(unpack(x, buffers[key]))
+    plain = {key: x for key, x in shards.items() if key not in later}
+    if mesh.is_simulated:
+        whole = _of_stack(shards, layout, dtype, codec)
+    else:
+        for given, is_lazy in ((later, True), (plain, False)):
+            whole |= _of_rank(given, layout, dtype, codec, is_lazy) if given else {}
+    if lazy is not False:
+        watched = watch if mesh.in_spmd else sink_here().watch
+        for key in plain:
+            watched(key, {slot.name: whole[slot.name] for slot in buffers[key].slots})
     if layout.tensor_meshes:
         from ..tensor_parallel import with_dtensors
 
@@ -150,65 +152,32 @@ def _is_far(x: Tensor, buffer: Buffer, layout: Layout) -> bool:
     return buffer.num_shards > 1 or x.device != working_device(x, layout.mesh.device)
 
 
-def _at_once(
-    shards: Mapping[str, Tensor],
-    buffers: Mapping[str, Buffer],
-    layout: Layout,
-    dtype: torch.dtype | None,
-    codec: Encoding | None,
+def _of_stack(
+    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
 ) -> dict[str, Tensor]:
-    """The whole ``buffers``; outside ``spmd`` from the shards of all ranks.
-
-    Inside of an outermost ``fs.grad`` on real ranks they are behind one node: backward reduces all of them or none,
-    those that were not used as zeros, Note [Unused units] in reduction.py.
-    """
-    mesh, flats, in_spmd = layout.mesh, dict[str, Tensor](), layout.mesh.in_spmd
-    for key, buffer in buffers.items():
+    """The parameters by name, on batched ranks; outside ``spmd`` from the shards of all ranks."""
+    flats, whole = dict[str, Tensor](), dict[str, Tensor]()
+    for key, buffer in layout.buffers.items():
         schedule = layout.schedules[buffer.key, dtype]
-        x = shards[key].to(working_device(shards[key], mesh.device), non_blocking=True)
-        if in_spmd:
+        x = shards[key].to(working_device(shards[key], layout.mesh.device), non_blocking=True)
+        if layout.mesh.in_spmd:
             x = averaged(x, schedule) if buffer.differentiable else x
             flats[key] = gathered(x, schedule, codec)
         else:
             x = codec.recode(x) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
             flats[key] = whole_of_stack(x.to(schedule.gathered), buffer, layout)
-    anchors = sink_here().anchors
-    keys = [key for key, x in flats.items() if x.requires_grad]
-    if anchors is None or not keys or not in_spmd or mesh.size == 1:
-        return flats
-    if in_transform() or has_tangents([*flats.values()]):
-        return flats
-    anchor, *joined = _Together.apply(*(flats[key] for key in keys))
-    anchors.append(anchor)
-    return flats | dict(zip(keys, joined, strict=True))
+    while flats:  # each is freed once it is copied
+        key, x = flats.popitem()
+        whole.update(unpack(x, layout.buffers[key]))
+    return whole
 
 
-class _Together(Function):
-    """An anchor, and the operands themselves, which have no tangents."""
-
-    @staticmethod
-    def forward(*flats: Tensor) -> tuple[Tensor, ...]:
-        return flats[0].new_empty(0), *(x.view_as(x) for x in flats)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.like, ctx.sink = [(x.shape, x.dtype, x.device) for x in inputs], sink_here()
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
-        return tuple(
-            torch.full((), ctx.sink.nothing, dtype=dtype, device=device).expand(shape) if grad is None else grad
-            for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
-        )
-
-
-def _lazily(
-    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
+def _of_rank(
+    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None, lazy: bool
 ) -> dict[str, Tensor]:
-    """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
-    session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}), dict[str, Tensor]()
-    if any(layout.buffers[key].num_shards > 1 for key in shards):
+    """The parameters of these buffers by name, on real or sequential ranks; one session for all of them."""
+    session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}, lazy), dict[str, Tensor]()
+    if lazy and any(layout.buffers[key].num_shards > 1 for key in shards):
         session.rank = shard_axis(layout).backend.ready()
     anchors = sink_here().anchors
     joined = {} if anchors is None else _joined(session, shards, layout, anchors)
@@ -219,7 +188,8 @@ def _lazily(
         if joined.keys() >= own.keys():
             session.reductions.nodes[part] = ref(whole[0].grad_fn)  # weak: it knows the session
         tensors.update(zip(part.names, whole, strict=True))
-    differentiate_at_once(tensors.values())
+    if lazy:  # or else ranks, which may use units in any order, reduce them in the order in which they were gathered
+        differentiate_at_once(tensors.values())
     return tensors
 
 
@@ -247,6 +217,8 @@ class _Gather(Function):
     @staticmethod
     def forward(session: Session, part: Part, is_joined: bool, *shards: Tensor) -> tuple[Tensor, ...]:
         buffers = session.add(part, shards)
+        if not session.lazy:
+            return session.take(buffers)
         plain = {x.ndim for x in shards} == {1}
         places = part.places if plain else part.places_of([x.shape[:-1] for x in shards])
         return tuple([Lazy(session, buffers, place) for place in places])

@@ -218,8 +218,6 @@ def _of_data_unless_written(func: Any, args: Any, kwargs: Any) -> Any:
 def materialize(tree: Any) -> Any:
     """``tree`` with plain tensors that own their memory, for code that wants a data pointer or to keep a few.
 
-    The tensors of a ``Full`` are views of one gathered buffer per unit: keeping one keeps the whole buffer.
-
     Args:
         tree: a ``Full``, a tensor, or any pytree; what is not a tensor is passed through.
 
@@ -227,13 +225,13 @@ def materialize(tree: Any) -> Any:
         The same tree with a contiguous copy of each tensor. Differentiable.
 
     Cost:
-        No collectives; the memory of the copies.
+        No collectives but those of lazy tensors; the memory of the copies.
 
     Example:
-        >>> layout = fs.plan({"a": torch.zeros(2), "b": torch.zeros(2)}, fs.simulated_mesh(2), units=[["a", "b"]])
-        >>> full = fs.gather(fs.shard({"a": torch.zeros(2), "b": torch.ones(2)}, layout))
-        >>> full["b"].untyped_storage().nbytes(), materialize(full)["b"].untyped_storage().nbytes()
-        (24, 8)
+        >>> layout = fs.plan({"w": torch.zeros(2)}, fs.init_mesh())
+        >>> full = fs.gather(fs.shard({"w": torch.ones(2)}, layout), lazy=True)
+        >>> full["w"], materialize(full)["w"]
+        (lazy parameter of shape (2,), torch.float32, on cpu, tensor([1., 1.]))
     """
     own = lambda x: x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # noqa: E731
     return optree.tree_map(own, opened(tree), none_is_leaf=True)

@@ -157,7 +157,16 @@ class Reductions:
                 earlier = [*takewhile(lambda other: other is not part, left)]
                 self._start_zeros([other for other in earlier if not self._is_to_come(other)], backward_pass, sink)
                 del left[part]
-            self._start(part, grads, wanted, backward_pass, mean)
+            self._wait()
+            by_name = dict(zip(part.names, grads, strict=True))
+            for i in wanted:
+                buffer, like = part.buffers[i], by_name[part.buffers[i].slots[0].name]
+                # where there is nothing to add up now, what is packed may be the result, and is in new memory
+                sharded = buffer.num_shards > 1 and like.layout is torch.strided  # pack refuses others
+                schedule = part.schedules[i]
+                scratch = self._scratch_for(i, buffer, like, schedule.reduced) if sharded else None
+                packed = pack(by_name, buffer, out=scratch)
+                self._started.append((backward_pass, buffer.key, schedule.reduce(packed, mean)))
 
     def finish(self, keys: Sequence[str], backward_pass: int, sink: Sink) -> list[Tensor | None]:
         """Reduce what ``backward_pass`` did not reach, and return what it made for the buffers ``keys``, once."""
@@ -181,26 +190,11 @@ class Reductions:
         """Reduce what this rank has to add to the gradients of parts that its loss does not depend on."""
         for part in parts:
             del self._left[backward_pass][part]
-            zeros = [
-                torch.full(slot.shape, sink.nothing, dtype=schedule.gathered, device=part.layout.mesh.device)
-                for buffer, schedule in zip(part.buffers, part.schedules, strict=True)
-                for slot in buffer.slots
-            ]
-            self._start(part, zeros, range(len(part.buffers)), backward_pass, sink.averages)
-
-    def _start(
-        self, part: Part, grads: Iterable[Tensor], wanted: Iterable[int], backward_pass: int, mean: bool
-    ) -> None:
-        self._wait()
-        by_name = dict(zip(part.names, grads, strict=True))
-        for i in wanted:
-            buffer, like = part.buffers[i], by_name[part.buffers[i].slots[0].name]
-            # where there is nothing to add up now, what is packed may be the result, and is in new memory
-            sharded = buffer.num_shards > 1 and like.layout is torch.strided  # pack refuses others
-            schedule = part.schedules[i]
-            scratch = self._scratch_for(i, buffer, like, schedule.reduced) if sharded else None
-            packed = pack(by_name, buffer, out=scratch)
-            self._started.append((backward_pass, buffer.key, schedule.reduce(packed, mean)))
+            self._wait()
+            for buffer, schedule in zip(part.buffers, part.schedules, strict=True):
+                device = part.layout.mesh.device
+                zeros = torch.full((buffer.numel,), sink.nothing, dtype=schedule.reduced, device=device)
+                self._started.append((backward_pass, buffer.key, schedule.reduce(zeros, sink.averages)))
 
     def _scratch_for(self, place: int, buffer: Buffer, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory that is written again and again: fresh pages cost as much as what is written to them."""

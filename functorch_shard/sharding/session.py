@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..communication.backend import Axis, Finished, Work
 from ..communication.simulated import bit_sum
+from ..layout.buffers import unpack
 from ..layout.layout import Layout, shard_axis
 from ..storage.memory_kind import MemoryKind
 from ..torch_internals.autograd import NO_PASS, backward_pass
@@ -194,8 +195,8 @@ class Session:
         memory_kinds: where each buffer's shard is stored, and where its gradient is put.
     """
 
-    def __init__(self, layout: Layout, memory_kinds: Mapping[str, MemoryKind]) -> None:
-        self.layout, self.memory_kinds = layout, memory_kinds
+    def __init__(self, layout: Layout, memory_kinds: Mapping[str, MemoryKind], lazy: bool = True) -> None:
+        self.layout, self.memory_kinds, self.lazy = layout, memory_kinds, lazy
         self._streams = streams_of(layout.mesh.device)
         self.rank: object = None  # of ranks that are threads, the one that gathered
         self.reductions = Reductions(partial(_put, memory_kinds, self._streams))
@@ -223,6 +224,23 @@ class Session:
         if buffers.made is not None:
             buffers.made.take(buffers.flats)
         return buffers.flats[index]
+
+    def take(self, buffers: UnitBuffers) -> tuple[Tensor, ...]:
+        """Gather the parameters of ``buffers`` now, into memory of their own, and free the buffers."""
+        part = buffers.part
+        if part.is_sharded:
+            self.reductions.gathered.setdefault(part)
+        if all(schedule.shard_axis is None for schedule in part.schedules):  # copied once, below
+            pairs = zip(buffers.shards, part.schedules, strict=True)
+            buffers.flats = [x.to(buffers.device, schedule.gathered) for x, schedule in pairs]
+        buffers.wait()
+        assert buffers.flats is not None
+        if buffers.made is not None:
+            buffers.made.take(buffers.flats)
+        pairs = zip(buffers.flats, part.buffers, strict=True)
+        copies = tuple(x for flat, buffer in pairs for x in unpack(flat, buffer).values())
+        buffers.drop()
+        return copies
 
     def leave(self, part: Part, now: int, tangents: bool = False) -> None:
         """Free ``part``: its gradients are complete, and backward is done with it. Frozen parts of its unit stay.

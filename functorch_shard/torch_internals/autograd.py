@@ -186,12 +186,7 @@ def nodes(*roots: Any) -> list[Any]:
 
 def leaves_behind(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """The leaves that ``outputs`` depend on in the graph of this level, by id."""
-    return leaves_in(nodes(*(x.grad_fn for x in outputs)), outputs)
-
-
-def leaves_in(graph: Iterable[Any], outputs: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The leaves of the ``graph`` that ``outputs`` have, by id."""
-    found = [node.variable for node in graph if hasattr(node, "variable")]
+    found = [node.variable for node in nodes(*(x.grad_fn for x in outputs)) if hasattr(node, "variable")]
     return {id(x): x for x in (*found, *(x for x in outputs if x.requires_grad and x.grad_fn is None))}
 
 
@@ -247,20 +242,6 @@ def hooks_of(tensor: Tensor) -> list[str]:
     """
     hooks = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
     return [name for name, attribute in hooks.items() if getattr(tensor, attribute, None)]
-
-
-def strided_read(node: Any) -> tuple[tuple[int, ...], int, int, int] | None:
-    """Return what ``as_strided`` read in place of a part of a split: sizes, part, first and last element.
-
-    ``None`` of any other node, and where it was given no offset. Torch documents that nodes keep what they saved under
-    such names, but not the names of nodes: if one changes, such reads are not refused; a test of the refusal fails.
-    """
-    if node.name() != "AsStridedBackward0" or (first := node._saved_storage_offset) is None:
-        return None
-    view = node.next_functions[0][0]
-    split, part = view.next_functions[0] if view is not None and view.name() == "ViewBackward0" else (None, 0)
-    steps = zip(node._saved_size, node._saved_stride, strict=True)
-    return tuple(getattr(split, "_saved_split_sizes", ())), part, first, first + sum((n - 1) * by for n, by in steps)
 
 
 def levels() -> list[Any]:

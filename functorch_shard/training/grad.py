@@ -23,9 +23,7 @@ from ..torch_internals.autograd import (
     has_tangents,
     in_transform,
     leaves_behind,
-    leaves_in,
     needs_graph,
-    nodes,
     outside_inference_mode,
     own_parametrizations,
     without_batches,
@@ -36,7 +34,6 @@ from .usage import (
     leaves_used_by,
     own_parameters_refused,
     refuse_hidden,
-    refuse_strided,
     refuse_unused,
 )
 
@@ -146,9 +143,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
                 value, aux = _check_scalar(fn(*call, **named), has_aux)
             if aux is not None:
                 refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
-            graph, rest = nodes(value.grad_fn), iter(tensors)
-            used.update(leaves_in(graph, [value]))
-            refuse_strided(graph, [x.place for x in inputs if x.place])
+            used.update(leaves_behind([value]))
+            rest = iter(tensors)
             for argument in arguments:
                 own = [next(rest) for leaf in argument.leaves if leaf.wanted]
                 if own and argument.kind and not any(id(x) in used for x in own):

@@ -15,7 +15,7 @@ from ..errors import reject
 from ..layout.layout import Layout, select_buffers
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
-from ..torch_internals.autograd import hooks_of, nodes, nodes_behind, strided_read, was_compiled, without_batches
+from ..torch_internals.autograd import hooks_of, nodes, nodes_behind, was_compiled, without_batches
 
 Leaves = dict[int, Tensor]  # of the graph of a value, by id
 
@@ -39,32 +39,6 @@ def is_unused(tree: Any, reduced: bool) -> bool:
     leaves = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
     parts = [torch.view_as_real(x) if x.is_complex() else x for x in leaves]
     return not any(bool((x.ne(0) | ~x.signbit()).any() if reduced else x.any()) for x in parts)
-
-
-def refuse_strided(graph: Iterable[Any], places: Iterable[tuple[str, Layout]]) -> None:
-    """Raise if ``as_strided`` of a plain gathered parameter, a view of its unit's buffer, reads another parameter.
-
-    Args:
-        graph: the nodes of autograd behind the result.
-        places: those of the differentiated shards.
-    """
-    reads = [read for node in graph if node.name() == "AsStridedBackward0" and (read := strided_read(node))]
-    if not reads:
-        return
-    buffers = [layout.buffers[key] for key, layout in places]
-    slots = {tuple(buffer.split_sizes): buffer.slots for buffer in buffers}
-    problems = [
-        f"{slots[sizes][part // 2].name!r}: as_strided reads elements {first} to {last} of a buffer"
-        for sizes, part, first, last in reads
-        if sizes in slots and not sum(sizes[:part]) <= first <= last < sum(sizes[: part + 1])
-    ]
-    reject("grad", problems, _STRIDED)
-
-
-_STRIDED = (
-    "They are another parameter's: plain gathered parameters are views of the buffer of their unit, and as_strided "
-    "counts from its start. Write functorch_shard.materialize(w).as_strided(...), or start from w.storage_offset()."
-)
 
 
 def leaves_used_by(value: Tensor) -> Leaves:
