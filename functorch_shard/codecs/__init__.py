@@ -113,8 +113,6 @@ class Form:
 
 def encoding(codec: Any) -> RowEncoding:
     """Return the encoding of rows by ``codec``, a pair ``(encode, decode)``."""
-    if not (isinstance(codec, Sequence) and len(codec) == 2 and all(callable(half) for half in codec)):
-        raise TypeError(f"gather: codec: got {codec!r}, expected (encode, decode), two functions, as fs.codecs.int8()")
     return RowEncoding(Codec(*codec))
 
 

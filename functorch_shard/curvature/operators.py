@@ -278,9 +278,9 @@ def from_vector(vector: Any, layout: Layout) -> Sharded:
 
     Raises:
         TypeError: ``layout`` is not a layout.
-        ValueError: ``vector`` does not have one element for each trainable element; or DTensors or complex parameters.
+        ValueError: DTensors or complex parameters.
         NotImplementedError: the result is differentiated by ``vector``.
-        RuntimeError: ranks pass different vectors.
+        RuntimeError: ranks pass different vectors, or ``vector`` does not have an element for each trainable one.
 
     Cost:
         The memory of the shards. On several real ranks one all-gather of a 32-byte digest per axis.
@@ -337,9 +337,6 @@ def _filled(x: Tensor | None, key: str, layout: Layout) -> Tensor:
 def _checked(vector: Any, layout: Layout) -> tuple[Tensor, Layout]:
     x = vector.detach() if isinstance(vector, Tensor) else torch.tensor(vector)
     wanted = _vector_layout("from_vector", layout)
-    numel = sum(slot.numel for slot in wanted.slots.values())
-    if tuple(x.shape) != (numel,):
-        raise ValueError(f"from_vector: got shape {tuple(x.shape)}, expected ({numel},): all trainable elements, once")
     return x, wanted
 
 

@@ -83,8 +83,6 @@ def compile(  # noqa: A001  (as torch.compile)
 
     Does for this library what ``torch.compile`` of SimpleFSDP and the graph trainer of torchtitan do.
     """
-    if not callable(step):
-        raise TypeError(f"compile: step: got {type(step).__name__}, expected a function")
     if options and backend != "inductor":
         raise TypeError(f"compile: {', '.join(options)}: only backend='inductor' has options, and this is {backend!r}.")
     return Compiled(step, backend, options)

@@ -203,8 +203,6 @@ class Mesh(Static):
                     [3, 4, 5]])
         """
         dims = dict(dim) if isinstance(dim, Mapping) else dict.fromkeys(self.axes, dim)
-        if unknown := dims.keys() - self.axes.keys():
-            raise KeyError(f"split: dim: {', '.join(sorted(unknown))}: the mesh has the axes {axes_text(self.axes)}")
         return split_tensor(tree, self.axes, dims, self._part)
 
     def batches(self, of_rank: Callable[[int], Iterable[Any]]) -> Iterator[Any]:

@@ -172,7 +172,7 @@ def mapped_call(args: Any, kwargs: Any, in_dims: Any, sizes: tuple[int, ...]) ->
     """Take the arguments apart; raise unless all that have rank dims have a dim for each of ``sizes``."""
     call: Any = opened((args, kwargs))
     leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
-    dims = _broadcast(in_dims, call[0], "in_dims")
+    dims = optree.broadcast_prefix(in_dims, call[0], none_is_leaf=True)
     dims += [0] * (len(leaves) - len(dims))  # of keyword arguments
     starts: dict[int, int] = {}
     opaque, wrong = dict[int, str](), dict[int, str]()
@@ -207,7 +207,8 @@ def placed(tree: Any, out_dims: Any, num_axes: int, once: Callable[[int, Tensor]
     """
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
     made: list[Any] = []
-    for i, (x, dim) in enumerate(zip(leaves, _broadcast(out_dims, tree, "out_dims"), strict=True)):
+    dims = optree.broadcast_prefix(out_dims, tree, none_is_leaf=True)
+    for i, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
         value = x
         if isinstance(x, Tensor) and dim is None:
             value = once(i, x)
@@ -224,19 +225,6 @@ def placed(tree: Any, out_dims: Any, num_axes: int, once: Callable[[int, Tensor]
     return treedef.unflatten(made)
 
 
-def _broadcast(dims: Any, tree: Any, what: str) -> list[Any]:
-    """Return one dim, or ``None``, per leaf of ``tree``, from a tree that is a prefix of it."""
-    if any(isinstance(dim, str) for dim in optree.tree_leaves(dims)):
-        raise ValueError(
-            f"spmd: {what}={dims!r}: expected dims. {LIST!r} is for out_dims of ranks that run one after the other, "
-            "simulated_mesh(..., kind='sequential'); an argument of each rank's own is args[mesh.rank] there."
-        )
-    try:
-        return optree.broadcast_prefix(dims, tree, none_is_leaf=True)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
-
-
 def split_tensor(tree: Any, sizes: Mapping[str, int], dims: Mapping[str, int], part: Callable[[Tensor], Tensor]) -> Any:
     """Return ``part`` of every tensor, cut by each axis along its dim, with a new leading dim for each axis."""
     tree = opened(tree)
@@ -244,9 +232,7 @@ def split_tensor(tree: Any, sizes: Mapping[str, int], dims: Mapping[str, int], p
     paths, leaves, treedef = optree.tree_flatten_with_path(tree)
     tensors = [(path, x) for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)]
     if not tensors:
-        text = repr(tree)
-        short = text if len(text) < 80 else text[:80] + " ..."
-        raise TypeError(f"split: no tensor in a {type(tree).__name__}, {short}, and so nothing is split. {KNOWN}")
+        raise TypeError(f"split: no tensor in a {type(tree).__name__}, and so nothing is split. {KNOWN}")
     by_dim = {dim: prod(sizes[name] for name in dims if dims[name] == dim) for dim in dims.values()}
     problems = [
         f"{place(path) or 'the tensor'}: shape {tuple(x.shape)}, and {number} ranks do not divide dim {dim}"

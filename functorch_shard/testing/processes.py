@@ -57,10 +57,6 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         >>> run_ranks(torch.distributed.get_rank, 2)
         [0, 1]
     """
-    if world_size < 1:
-        raise ValueError(f"run_ranks: world_size: got {world_size}, expected 1 or more")
-    if multiprocessing.current_process().daemon:
-        raise RuntimeError("run_ranks: called in a rank of run_ranks, or another process that may not start any.")
     work, deadline = pickle.dumps((fn, args, kwargs, dict(os.environ))), time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         ranks = [start(_rank_main, rank, world_size, folder, work, timeout) for rank in range(world_size)]

@@ -90,8 +90,6 @@ def grad_and_value(loss: Callable[..., Any], has_aux: bool = False) -> Callable[
         if in_transform() or inside() or any(x.requires_grad for x in params.values() if isinstance(x, Tensor)):
             raise NotImplementedError("virtual.grad: differentiated once more. Its gradients have no derivative.")
         own = ranks(layout)
-        if len(batches) != len(own):
-            raise ValueError(f"virtual.grad: got {len(batches)} batches, expected {len(own)}: of virtual ranks {own}")
         free: list[_Sums] = layout.derived.setdefault((_Sums, own), [])  # each with a layout of its own, to use again
         sums, values, extra = free.pop() if free else _Sums(layout), list[Tensor](), list[Any]()
         there = Sharded(dict(params), sums.layout)
