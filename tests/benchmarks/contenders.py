@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,26 @@ from tests.benchmarks.workloads import Workload
 
 Step = Callable[[Tensor, Tensor], Tensor]
 LR = 1e-3
+
+
+def training_step(
+    model: nn.Module,
+    layout: fs.Layout,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    gather: Callable[[fs.Sharded], fs.Full] = fs.gather,
+    donate: bool = True,
+) -> tuple[Callable[..., Any], list[Any]]:
+    """``step(params, state, x, y)`` of AdamW, which returns new ones and the loss, and its first two arguments."""
+    params, opt = fs.shard(model, layout), fs.optimizer(torch.optim.AdamW, lr=LR)
+
+    def loss_of(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        return loss(functional_call(model, gather(params), (x,)), y)
+
+    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        grads, value = fs.grad_and_value(loss_of)(params, x, y)
+        return *opt.step(params, grads=grads, state=state, donate=donate), value
+
+    return step, [params, opt.init(params)]
 
 
 def ours(
@@ -43,23 +63,13 @@ def ours(
     for wrap in through:
         mesh = mesh.with_backend(wrap)
     precision = fs.MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
-    params = fs.shard(model, fs.plan(model, mesh, units=units, reshard_after_forward=reshard, precision=precision))
+    layout = fs.plan(model, mesh, units=units, reshard_after_forward=reshard, precision=precision)
+    train, trees = training_step(model, layout, work.loss, partial(fs.gather, lazy=lazy, codec=codec), donate=donate)
     model.to("meta")  # the shards are all that is needed
-    opt = fs.optimizer(torch.optim.AdamW, lr=LR)
-    state = opt.init(params)
-
-    def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return work.loss(functional_call(model, fs.gather(params, lazy=lazy, codec=codec), (_cast(x, bf16),)), y)
-
-    def train(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
-        grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
-        return *opt.step(params, grads=grads, state=state, donate=donate), loss
-
     update = fs.compile(train, backend=compiled) if compiled else train
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        nonlocal params, state
-        params, state, loss = update(params, state, x, y)
+        *trees[:], loss = update(*trees, _cast(x, bf16), y)
         return loss
 
     return step
@@ -124,15 +134,15 @@ def _cast(x: Tensor, bf16: bool) -> Tensor:
 
 
 CONTENDERS: dict[str, Callable[[Workload, bool, torch.device], Step]] = {
-    "ours": functools.partial(ours, reshard=True),
-    "FSDP2": functools.partial(fsdp2, reshard=True),
-    "FSDP1": functools.partial(fsdp1, reshard=True),
-    "ours, no reshard": functools.partial(ours, reshard=False),
-    "FSDP2, no reshard": functools.partial(fsdp2, reshard=False),
-    "FSDP1, no reshard": functools.partial(fsdp1, reshard=False),
-    "ours, replay": functools.partial(ours, reshard=True, compiled="replay"),
-    "ours, inductor": functools.partial(ours, reshard=True, compiled="inductor"),
-    "FSDP2, compiled blocks": functools.partial(fsdp2, reshard=True, compiled=True),
+    "ours": partial(ours, reshard=True),
+    "FSDP2": partial(fsdp2, reshard=True),
+    "FSDP1": partial(fsdp1, reshard=True),
+    "ours, no reshard": partial(ours, reshard=False),
+    "FSDP2, no reshard": partial(fsdp2, reshard=False),
+    "FSDP1, no reshard": partial(fsdp1, reshard=False),
+    "ours, replay": partial(ours, reshard=True, compiled="replay"),
+    "ours, inductor": partial(ours, reshard=True, compiled="inductor"),
+    "FSDP2, compiled blocks": partial(fsdp2, reshard=True, compiled=True),
     "DDP": ddp,
     "compute alone": alone,
 }

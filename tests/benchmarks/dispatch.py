@@ -9,6 +9,7 @@ bound by the host. Values are meaningless, since the fake group copies nothing.
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,9 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import functorch_shard as fs
 from tests.benchmarks.contenders import alone, fsdp2, ours
 from tests.benchmarks.tools import command_line, in_turns
-from tests.benchmarks.workloads import Block, Workload
+from tests.benchmarks.workloads import GPT, Block, Workload
 
-WIDTH, HEADS, SAMPLES, LENGTH = 32, 4, 2, 8
+SAMPLES, LENGTH, WIDTH = 2, 8, 32
+NARROW = replace(GPT, width=WIDTH, heads=4, groups=4, hidden=4 * WIDTH)
 
 
 class Blocks(nn.Module):
@@ -30,7 +32,7 @@ class Blocks(nn.Module):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(number)))
+        self.blocks = nn.Sequential(*(Block(NARROW) for _ in range(number)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x)

@@ -34,9 +34,8 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from tests.benchmarks.contenders import Step, alone, fsdp2, ours
-from tests.benchmarks.decoders import SHAPES, Shape, toy, workload
 from tests.benchmarks.tools import command_line, quartiles
-from tests.benchmarks.workloads import Workload
+from tests.benchmarks.workloads import SHAPES, Shape, Workload, decoder, toy
 
 WARM_UP = 3
 
@@ -128,7 +127,7 @@ def times(step: Callable[[], Tensor], device: Device, rounds: int) -> tuple[list
 
 def steps(shape: Shape, tokens: int, device: Device, rounds: int) -> dict[str, dict[str, Any]]:
     """All contenders on one model and batch."""
-    work = workload(shape, device.device)
+    work = decoder(shape, device.device, torch.bfloat16)
     x, y = work.batch(0, tokens // shape.context)
 
     def build(name: str) -> Callable[[], Tensor]:
@@ -146,7 +145,7 @@ def steps(shape: Shape, tokens: int, device: Device, rounds: int) -> dict[str, d
 
 def offloads(shape: Shape, tokens: int, device: Device, rounds: int) -> dict[str, dict[str, Any]]:
     """Gradients of parameters on the device, of parameters on the CPU, and of FSDP2's there; with what was copied."""
-    work = workload(shape, device.device)
+    work = decoder(shape, device.device, torch.bfloat16)
     x, y = work.batch(0, tokens // shape.context)
     policy = CPUOffloadPolicy(pin_memory=device.cuda)
     made = {

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import functorch_shard as fs
-from tests.benchmarks.simulated import adamw_step
+from tests.benchmarks.contenders import training_step
 from tests.benchmarks.tools import in_turns
 
 STEP_LIMIT_MS, IMPORT_LIMIT_MS = 50.0, 250.0
@@ -28,8 +28,8 @@ def spread(times: list[float]) -> tuple[float, float, float]:
 def step_ms() -> tuple[float, float, float]:
     """One training step of a two-layer MLP on eight simulated ranks: gather, gradient, reduction, AdamW."""
     mesh, model = fs.simulated_mesh(8), nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
-    step, args = adamw_step(mesh, model, nn.functional.cross_entropy)
-    args += mesh.split((torch.randn(64, 64), torch.randint(10, (64,))))
+    update, args = training_step(model, fs.plan(model, mesh), nn.functional.cross_entropy, donate=False)
+    step, args = mesh.spmd(update), [*args, *mesh.split((torch.randn(64, 64), torch.randint(10, (64,))))]
     return spread(in_turns({"step": lambda: step(*args)}, 50, warm_up=3)["step"])
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import functorch_shard as fs
+from tests.benchmarks.contenders import training_step
 from tests.benchmarks.tools import command_line, in_turns, milliseconds
-from tests.benchmarks.workloads import WORKLOADS, Block, Workload
+from tests.benchmarks.workloads import WORKLOADS, Workload
 
 Step = Callable[[], Tensor]
 LOOP = "loop over batches"
@@ -33,7 +33,7 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         whole: Any = WORKLOADS["gpt"].model()
-        self.embed, self.blocks, self.head = whole.embed, nn.Sequential(Block(), Block()), whole.head
+        self.embed, self.blocks, self.head = whole.embed, nn.Sequential(*whole.blocks[:2]), whole.head
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.blocks(self.embed(tokens)))
@@ -67,26 +67,11 @@ WORKS = {  # and the size of a rank's batch
 }
 
 
-def adamw_step(
-    mesh: fs.Mesh, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """``step(params, state, x, y)``, which returns new parameters, state and the loss; and its first arguments."""
-    params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.AdamW, lr=1e-3)
-
-    def loss_of(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return loss(functional_call(model, fs.gather(params), (x,)), y)
-
-    @mesh.spmd
-    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
-        grads, value = fs.grad_and_value(loss_of)(params, x, y)
-        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(value, mesh)
-
-    return step, [params, opt.init(params)]
-
-
 def sharded(work: Workload, batch: tuple[Tensor, ...], mesh: fs.Mesh, backend: str = "") -> Step:
     torch.manual_seed(0)
-    step, trees = adamw_step(mesh, work.model(), work.loss)
+    model = work.model()
+    update, trees = training_step(model, fs.plan(model, mesh), work.loss, donate=False)
+    step = mesh.spmd(update)
     rows, run = mesh.split(batch), fs.compile(step, backend=backend) if backend else step
 
     def again() -> Tensor:

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.device.programs import loss_of, stack, train
 from tests.laws.tasks import LOCAL, ON_RANK, Data, expected, on_mesh, whole
 from tests.support import steps
 from tests.support.models import awkward
@@ -22,7 +23,6 @@ Law = Callable[[torch.device], None]
 tree_map: Any = optree.tree_map
 TWICE_THREE = {"replicate": 2, "shard": 3}
 ADAMW = fs.optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-WIDTH, DEPTH, BATCH = 48, 6, 8
 
 
 def one_rank(device: torch.device) -> fs.Mesh:
@@ -140,9 +140,6 @@ def codes_and_dtypes_of_the_gather(device: torch.device) -> None:
     assert (coded - values["w"]).abs().max() <= 1 / 127
 
 
-# offloaded
-
-
 def recomputed_functions_draw_the_same_numbers(device: torch.device, make: Callable[[torch.device], fs.Mesh]) -> None:
     mesh, layers = make(device), nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.4), nn.Linear(5, 3)).to(device).double()
     params, x = fs.shard(layers, fs.plan(layers, mesh)), mesh.split(torch.randn(12, 5, device=device).double())
@@ -159,73 +156,27 @@ def recomputed_functions_draw_the_same_numbers(device: torch.device, make: Calla
     assert_trees_close(gradients(fs.remat), gradients(lambda loss: loss), rtol=0, atol=0)
 
 
-def stack_of_layers() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
-
-
-def gradients_and_loss(model: nn.Module, params: fs.Sharded, x: Tensor) -> Any:
-    def loss(params: fs.Sharded, x: Tensor) -> Tensor:
-        return functional_call(model, fs.gather(params), (x,)).square().mean()
-
-    return fs.grad_and_value(loss)(params, x)
-
-
 def gradients_of_offloaded_shards_are_the_same_every_time(device: torch.device, times: int = 50) -> None:
     """Autograd brings gradients of what is on the CPU home in another thread than those of what is on a GPU."""
-    model = stack_of_layers().to(device)
-    params = fs.shard(model, fs.plan(model, one_rank(device)))
+    model, params, x = stack(one_rank(device))
     away = fs.offload(params, "cpu")
     for i in range(times):
-        x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(i)).to(device)
-        grads, value = gradients_and_loss(model, away, x)
-        wanted, right = gradients_and_loss(model, params, x)
+        (grads, value), wanted = (fs.grad_and_value(loss_of, 1)(model, p, x * (i + 1)) for p in (away, params))
         assert devices_of(grads) == {torch.device("cpu")}
-        assert_trees_close(on_cpu([value, dict(grads)]), on_cpu([right, dict(wanted)]))
+        assert_trees_close(on_cpu([dict(grads), value]), on_cpu([dict(wanted[0]), wanted[1]]))
 
 
 def offloaded_training_is_that_on_the_device(device: torch.device, donate: bool) -> None:
-    model = stack_of_layers().to(device)
-    start = fs.shard(model, fs.plan(model, one_rank(device)))
-
-    def trained(params: fs.Sharded) -> fs.Sharded:
-        state = ADAMW.init(params)
-        for i in range(5):
-            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(i)).to(device)
-            grads, _ = gradients_and_loss(model, params, x)
-            grads, norm = fs.clip_by_global_norm(grads, 0.1)
-            assert norm.device == device
-            params, state = ADAMW.step(params, grads=grads, state=state, donate=donate)
-        return params
-
-    away = trained(fs.offload(tree_map(torch.clone, start), "cpu"))
-    assert devices_of(away) == {torch.device("cpu")}
-    assert_trees_close(dict(away), on_cpu(dict(trained(start))), rtol=1e-4, atol=1e-4)
+    mesh = one_rank(device)
+    assert_trees_close(train(mesh, offload="cpu", donate=donate), train(mesh), rtol=1e-4, atol=1e-4)
 
 
 def recorded_steps_train_as_eager_ones(
     device: torch.device, make: Callable[[torch.device], fs.Mesh], backend: str
 ) -> None:
     """Bitwise where the operators are the same; a compiler may fuse and reorder them."""
-    mesh, model = make(device), stack_of_layers().to(device)
-    start = fs.shard(model, fs.plan(model, mesh))
-    step = mesh.spmd(partial(_step, model))
-
-    def trained(step: Callable[..., Any]) -> Any:
-        params, state, losses = tree_map(torch.clone, start), ADAMW.init(start), []
-        for i in range(4):
-            x = torch.randn(6, BATCH, WIDTH, generator=torch.Generator().manual_seed(i)).to(device)
-            params, state, loss = step(params, state, mesh.split(x))
-            losses.append(loss.clone())  # a graph of CUDA writes its results to the same place each time
-        return on_cpu([dict(params), losses])
-
-    tolerance = 0 if backend == "replay" else 1e-4
-    assert_trees_close(trained(fs.compile(step, backend=backend)), trained(step), rtol=tolerance, atol=tolerance)
-
-
-def _step(model: nn.Module, params: fs.Sharded, state: Any, x: Tensor) -> Any:
-    grads, loss = gradients_and_loss(model, params, x)
-    return *ADAMW.step(params, grads=grads, state=state), loss
+    mesh, tolerance = make(device), 0 if backend == "replay" else 1e-4
+    assert_trees_close(train(mesh, backend=backend), train(mesh), rtol=tolerance, atol=tolerance)
 
 
 MESHES = {"one rank": one_rank, "six ranks": six_ranks}

@@ -39,7 +39,7 @@ struct Block {  // of device memory
   std::map<Id, Use> reads;
   std::set<Id> recorded;  // by record_stream
 };
-struct PinnedBlock { size_t size; std::map<Id, int64_t> reads, writes; };  // of asynchronous copies
+struct PinnedBlock { size_t size; std::map<Id, int64_t> reads; };  // of asynchronous copies
 
 static std::recursive_mutex mutex;
 static std::map<Id, Clock> clocks;
@@ -50,7 +50,6 @@ static std::map<void*, PinnedBlock> pinned;
 static std::vector<std::string> findings, syncs;
 static py::object* on_sync = nullptr;
 static std::atomic<int64_t> next_stream{1}, next_event{1};
-static size_t live = 0, peak = 0;
 thread_local DeviceIndex device_now = 0;
 thread_local StreamId stream_now[COUNT] = {0, 0};
 
@@ -98,7 +97,6 @@ static void release(void* p) {
   };
   check(b.writer, b.written);
   for (auto& [stream, use] : b.reads) check(stream, use);
-  live -= b.size;
   munmap(p, paged(b.size));
   blocks.erase(i);
 }
@@ -112,7 +110,6 @@ struct DeviceAllocator final : c10::Allocator {
     memset(p, 0xFF, n);  // NaN in every float
     mprotect(p, paged(n), PROT_NONE);
     blocks[p] = Block{here(device_now), n};
-    peak = std::max(peak, live += n);
     return {p, p, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -339,7 +336,7 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
     const auto time = launch(stream);
     if (!from.is_cpu()) touch(base_of(from), stream, time, false, by);
     if (!to.is_cpu()) touch(base_of(to), stream, time, true, by);
-    if (pin && non_blocking) (from.is_cpu() ? pin->reads : pin->writes)[stream] = time;
+    if (pin && non_blocking && from.is_cpu()) pin->reads[stream] = time;
   }
   if (crosses && from.numel() && !(pin && non_blocking)) sync_host(here(device), by + (pin ? ", pinned" : ""));
   b.copy_(a);
@@ -400,11 +397,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 // ---- what tests ask ----
 
 struct Opened { Open open; Tensor alias; };  // a device tensor as one of the CPU, for as long as this lives
-static int64_t pending(const Tensor& t, bool writes) {  // asynchronous copies of pinned memory that the host did not wait for
+static int64_t pending_reads(const Tensor& t) {  // asynchronous copies of pinned memory that the host did not wait for
   auto* pin = pinned_at(t.const_data_ptr());
   Lock lock(mutex);
   int64_t count = 0;
-  if (pin) for (auto& [stream, time] : writes ? pin->writes : pin->reads) count += !host.has(stream, time);
+  if (pin) for (auto& [stream, time] : pin->reads) count += !host.has(stream, time);
   return count;
 }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -412,8 +409,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("findings", [] { Lock lock(mutex); return std::exchange(findings, {}); });
   m.def("syncs", [] { Lock lock(mutex); return std::exchange(syncs, {}); });
   m.def("on_sync", [](py::object f) { on_sync = f.is_none() ? nullptr : new py::object(f); });
-  m.def("live", [] { return live; });
-  m.def("peak", [] { Lock lock(mutex); return std::exchange(peak, live); });
   m.def("device", [] { return int(device_now); });
   m.def("set_device", [](int d) { device_now = d; });
   m.def("stream", [](int d) { return stream_now[d]; });
@@ -425,8 +420,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     for (auto& x : reads) touch(base_of(x), id_of(d, s), time, false, by);
     for (auto& x : writes) touch(base_of(x), id_of(d, s), time, true, by);
   });
-  m.def("pending_reads", [](const Tensor& t) { return pending(t, false); });
-  m.def("pending_writes", [](const Tensor& t) { return pending(t, true); });
+  m.def("pending_reads", &pending_reads);
   py::class_<Opened>(m, "Opened")
       .def(py::init([](const Tensor& t) { auto o = std::make_unique<Opened>(); o->alias = as_cpu(t, o->open); return o; }))
       .def_readonly("alias", &Opened::alias);
