@@ -207,25 +207,25 @@ class Gathered:
 
     def __init__(self, verb: str = "spmd") -> None:
         self._verb = verb
-        self._seen: dict[str, tuple[Mapping[str, Tensor], Tensor]] = {}
+        self._seen: dict[str, tuple[Sequence[Tensor], Tensor, Sequence[str]]] = {}
 
     def add(self, key: str, parts: Mapping[str, Tensor]) -> None:
         """Remember the parameters of a buffer, and look at those of this key that were gathered before."""
         self.check([key] if key in self._seen else [])
-        plain = {name: without_batches(x) for name, x in parts.items()}
-        x = next(iter(plain.values()))
+        plain = [*map(without_batches, parts.values())]
+        x = plain[0]
         if type(x) is Tensor and not x.is_meta and not being_traced() and not torch.compiler.is_compiling():
-            self._seen[key] = plain, _bit_sum(plain)
+            self._seen[key] = plain, bit_sum(plain), [*parts]
 
     def check(self, keys: Sequence[str] | None = None) -> None:
         """Raise if parameters of one of these buffers, or of all, were written to."""
         keys = [*self._seen] if keys is None else keys
         found = [self._seen.pop(key) for key in keys]
         if found:
-            changed = torch.stack([_bit_sum(parts).cpu() != before.cpu() for parts, before in found]).tolist()
+            changed = torch.stack([bit_sum(parts).cpu() != before.cpu() for parts, before, _ in found]).tolist()
             problems = [
-                f"buffer {key!r} ({', '.join(parts)}): written to inside of the function"
-                for key, (parts, _), wrong in zip(keys, found, changed, strict=True)
+                f"buffer {key!r} ({', '.join(names)}): written to inside of the function"
+                for key, (_, _, names), wrong in zip(keys, found, changed, strict=True)
                 if wrong
             ]
             reject(self._verb, problems, _ADVICE, RuntimeError)
@@ -246,18 +246,10 @@ def watch(key: str, parts: Mapping[str, Tensor]) -> None:
         gathered.add(key, parts)
 
 
-def _bit_sum(parts: Mapping[str, Tensor]) -> Tensor:
+def bit_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the words of 8 bytes of plain tensors, the last one filled up with zeros, modulo 2 ** 64."""
     with outside_transforms(), torch.no_grad():
-        return bit_sum(torch.cat([x.flatten() for x in parts.values()]))
-
-
-def bit_sum(x: Tensor) -> Tensor:
-    """Return the sum of the words of 8 bytes of ``x``, the last one filled up with zeros, modulo 2 ** 64."""
-    with outside_transforms(), torch.no_grad():
-        plain = without_batches(x).detach().resolve_conj().resolve_neg()
-        data = plain.flatten().contiguous().view(torch.uint8)  # (bytes,)
-        if data.storage_offset() % 8:  # int64 is aligned to 8 bytes
-            data = data.clone()
+        data = torch.cat([*map(Tensor.flatten, parts)]).resolve_conj().resolve_neg().view(torch.uint8)  # (bytes,)
         rest = data.numel() % 8
         total = data[: data.numel() - rest].view(torch.int64).sum()
         return total + pad(data[-rest:], (0, 8 - rest)).view(torch.int64).sum() if rest else total

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import lcm
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,8 +202,9 @@ def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
 
     By one split and not by slices: the backward of every slice would allocate a zero buffer of full size.
     """
-    parts = torch.split_with_sizes_copy(flat, buffer.split_sizes, -1)[1::2]
-    return {x.name: part.view((*flat.shape[:-1], *x.shape)) for x, part in zip(buffer.slots, parts, strict=True)}
+    parts: Any = torch.split_with_sizes_copy(flat, buffer.split_sizes, -1)  # its type has None, for out=
+    pairs, batch = zip(buffer.slots, parts[1::2], strict=True), flat.shape[:-1]
+    return {slot.name: part.view((*batch, *slot.shape)) for slot, part in pairs}
 
 
 def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor:

@@ -30,7 +30,7 @@ from ..communication.simulated import bit_sum
 from ..layout.buffers import unpack
 from ..layout.layout import Layout, shard_axis
 from ..storage.memory_kind import MemoryKind
-from ..torch_internals.autograd import NO_PASS, backward_pass
+from ..torch_internals.autograd import NO_PASS, backward_pass, without_batches
 from ..torch_internals.tensors import write_count
 from .reduction import Part, Reductions
 
@@ -183,7 +183,7 @@ class UnitBuffers:
 
 def _versions(shards: Sequence[Tensor]) -> list[int]:
     """How often each was written to; of an inference tensor, which does not count that, what it holds."""
-    return [int(bit_sum(shard)) if shard.is_inference() else write_count(shard) for shard in shards]
+    return [int(bit_sum([without_batches(shard)])) if shard.is_inference() else write_count(shard) for shard in shards]
 
 
 class Session:
