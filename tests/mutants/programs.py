@@ -25,7 +25,6 @@ from tests.referees.programs import opacus, posteriors, torchopt
 from tests.referees.referee import quiet
 from tests.referees.table import referees
 from tests.support import launching, public_bugs
-from tests.support.models import awkward
 from tests.support.scripts import example
 
 NAMES = ["maml", "dp_sgd", "influence", "lanczos", "evolution", "unit_test_your_sharding"]
@@ -42,16 +41,7 @@ Program = Callable[[fs.Mesh], Any]
 
 def law(mesh: fs.Mesh, task: str, wrapper: str = "plain") -> Any:
     """A derivative of the table of laws, of all samples."""
-    data, model, wraps = tasks.Data(RANKS), awkward(0), WRAPPERS[wrapper]
-    layout = fs.plan(model, mesh, **wraps.plan)
-    params, frozen = fs.partition(wraps.tree(fs.shard(model, layout)))
-    v = fs.shard(data.direction(), params.layout)
-    batch = mesh.split(tuple(rows.flatten(0, 1) for rows in data.samples()))
-
-    def of_rank(p: Any, frozen: Any, v: Any, x: Tensor, y: Tensor) -> Any:
-        return tasks.ON_RANK[task](tasks.Sides(model, frozen, mesh, wraps), p, v, x, y)
-
-    result = wraps.step(mesh.spmd(of_rank))(params, frozen, v, *batch)
+    result = tasks.on_mesh(mesh, tasks.Data(RANKS), [task], WRAPPERS[wrapper])[task]
     if isinstance(result, fs.Sharded):
         whole = tasks.whole(result, mesh.axes["replicate"])
         return {n: x.mean(0) for n, x in whole.items()} if task == "per-sample gradients, sharded" else whole

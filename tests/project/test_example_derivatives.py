@@ -1,18 +1,18 @@
-"""Every derivative of the examples in several dimensions is that of the whole program.
+"""Every derivative of the examples in several dimensions is that of the whole program, which one rank runs.
 
-On gloo ranks they train in test_example_results; tests/mutants drops each of their collectives.
+On one rank no collective changes a value. On gloo ranks examples train in test_example_results, beside a loop without
+shards; tests/mutants drops each of their collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, grad_and_value, jvp, vmap
+from torch.func import jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import functorch_shard as fs
@@ -20,18 +20,12 @@ from functorch_shard.testing import assert_trees_close
 from tests.support.pool import run_ranks
 from tests.support.scripts import example
 
-Full = dict[str, Tensor]
-
-
-class Case(NamedTuple):
-    """A program on a mesh, and the same on whole tensors: its loss, and those of all sequences."""
-
-    model: Any
-    on: Callable[[fs.Mesh], Any]  # has params, loss and split
-    of_rank: Callable[..., Tensor]  # by a program: the losses of a rank's sequences
-    loss: Callable[[Full], Tensor]
-    losses: Callable[..., Tensor]
-    axes: tuple[str, str]
+AXES = {
+    "moe": ("expert", "shard"),
+    "ring": ("shard", "context"),
+    "ulysses": ("shard", "context"),
+    "pipeline": ("stage", "shard"),
+}
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -39,54 +33,25 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-@cache
-def case(name: str) -> Case:
-    losses_of = example("gpt").losses_of
+def program_of(name: str, mesh: fs.Mesh, microbatches: int = 2) -> Any:
+    """It has params, loss and split; and by of_rank what a rank computes."""
     torch.manual_seed(0)
-    if name == "moe":
-        moe = example("moe")
-        model = moe.Model().double()
-        return Case(
-            model,
-            lambda mesh: moe.Program(mesh, model),
-            lambda program, params, x, y: losses_of(program.of_rank(params, x)[0], y),
-            lambda full: model.loss(functional_call(model, full, (batch()[0],)), batch()[1]),
-            lambda full, x, y: losses_of(functional_call(model, full, (x,))[0], y),
-            ("expert", "shard"),
-        )
-    of_rank = lambda program, *args: program.of_rank(*args)  # noqa: E731
+    module = example(name if name in ("moe", "pipeline") else "long_context")
     if name == "pipeline":
-        pipeline = example("pipeline")
-        model = pipeline.new_model()
-
-        def losses(full: Full, x: Tensor, y: Tensor) -> Tensor:
-            return losses_of(functional_call(model, full, (x,)), y)
-
-        on, axes = lambda mesh: pipeline.Program(mesh, model, microbatches=2), ("stage", "shard")
-    else:
-        long_context = example("long_context")
-        model = long_context.Model().double()
-
-        def losses(full: Full, x: Tensor, y: Tensor) -> Tensor:
-            return functional_call(model, full, (x, y))
-
-        on = lambda mesh: long_context.Program(mesh, model, getattr(long_context, name))  # noqa: E731
-        axes = ("shard", "context")
-    return Case(model, on, of_rank, lambda full: losses(full, *batch()).mean(), losses, axes)
+        return module.Program(mesh, module.new_model(), microbatches)
+    return module.Program(mesh, module.Model().double(), *([] if name == "moe" else [getattr(module, name)]))
 
 
-def whole(model: torch.nn.Module) -> Full:
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def of_shards(name: str, mesh: fs.Mesh) -> dict[str, Any]:
-    """Derivatives on ``mesh``, as whole values."""
-    program, of_rank = case(name).on(mesh), case(name).of_rank
+def derivatives(name: str, mesh: fs.Mesh) -> dict[str, Any]:
+    """Of the loss, and of that of each sequence of all ranks, as whole values."""
+    program = program_of(name, mesh)
     direction, loss = fs.curvature.randn_like(program.params, seed=1), program.loss
 
-    def losses(params: fs.Sharded, *batch: Tensor) -> Tensor:
-        """Of each sequence of all ranks."""
-        found = of_rank(program, params, *batch)
+    def losses(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        if name == "moe":
+            found = example("gpt").losses_of(program.of_rank(params, x)[0], y)
+        else:
+            found = program.of_rank(params, x, y)
         if "context" in mesh.axes:
             found = fs.collectives.pmean(found, mesh["context"])
         for axis in ("shard", "expert", "replicate"):
@@ -94,7 +59,7 @@ def of_shards(name: str, mesh: fs.Mesh) -> dict[str, Any]:
         return found
 
     @mesh.spmd(out_dims=(0, None, None, 0, 0))
-    def derivatives(params: fs.Sharded, v: fs.Sharded, *batch: Tensor) -> Any:
+    def of_rank(params: fs.Sharded, v: fs.Sharded, *batch: Tensor) -> Any:
         grads, value = fs.grad_and_value(loss)(params, *batch)
         hvp = jvp(lambda params: fs.grad(loss)(params, *batch), (params,), (v,))[1]
         pushed = jvp(lambda params: loss(params, *batch), (params,), (v,))[1]
@@ -102,37 +67,25 @@ def of_shards(name: str, mesh: fs.Mesh) -> dict[str, Any]:
         return grads, *scalars, hvp, fs.jacrev(losses)(params, *batch)
 
     with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
-        grads, value, pushed, hvp, rows = derivatives(program.params, direction, *program.split(batch()))
+        grads, value, pushed, hvp, rows = of_rank(program.params, direction, *program.split(batch()))
     axes = len(mesh.axes) if mesh.is_simulated else 0
     of_samples = [fs.Sharded({key: x.select(axes, i) for key, x in rows.items()}, rows.layout) for i in range(8)]
     trees = {"gradient": grads, "hvp": hvp, **{f"sample {i}": tree for i, tree in enumerate(of_samples)}}
     return {"loss": value, "jvp": pushed, **{key: dict(fs.gather(x, lazy=False)) for key, x in trees.items()}}
 
 
-def expected(name: str) -> dict[str, Any]:
-    model, on, _, loss, losses, axes = case(name)
-    full, one = whole(model), fs.simulated_mesh(dict.fromkeys(axes, 1))
-    drawn = fs.gather(fs.curvature.randn_like(on(one).params, seed=1))
-    v = {name: drawn[name].detach() for name in full}
-    with sdpa_kernel(SDPBackend.MATH):
-        grads, value = grad_and_value(loss)(full)
-        hvp, pushed = jvp(grad(loss), (full,), (v,))[1], jvp(loss, (full,), (v,))[1]
-        of_one = lambda full, *sample: losses(full, *(x[None] for x in sample))[0]  # noqa: E731
-        rows = vmap(grad(of_one), (None, 0, 0))(full, *batch())
-    of_samples = {f"sample {i}": {name: x[i] for name, x in rows.items()} for i in range(8)}
-    return {"loss": value, "jvp": pushed, "gradient": grads, "hvp": hvp, **of_samples}
+@cache
+def of_one_rank(name: str) -> dict[str, Any]:
+    return derivatives(name, fs.simulated_mesh(dict.fromkeys(AXES[name], 1)))
 
 
 def check(name: str, mesh: fs.Mesh) -> None:
-    assert_trees_close(of_shards(name, mesh), expected(name), rtol=0, atol=1e-10)
+    assert_trees_close(derivatives(name, mesh), of_one_rank(name), rtol=0, atol=1e-10)
 
 
-PROGRAMS = ["moe", "ring", "ulysses", "pipeline"]
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", AXES)
 def test_derivatives_on_eight_simulated_ranks_are_those_of_the_whole_program(name: str) -> None:
-    check(name, fs.simulated_mesh({"replicate": 2, **dict.fromkeys(case(name).axes, 2)}))
+    check(name, fs.simulated_mesh({"replicate": 2, **dict.fromkeys(AXES[name], 2)}))
 
 
 def test_a_ring_of_four_ranks_attends_to_the_whole_sequence() -> None:
@@ -140,8 +93,8 @@ def test_a_ring_of_four_ranks_attends_to_the_whole_sequence() -> None:
 
 
 def by_schedule(mesh: fs.Mesh, schedule: str, microbatches: int = 2) -> None:
-    """The gradient that a schedule takes by itself, and its derivative, against the unsharded loss."""
-    schedules, program = example("schedules"), example("pipeline").Program(mesh, case("pipeline").model, microbatches)
+    """The gradient that a schedule takes by itself, and its derivative, against those of the loss on one rank."""
+    schedules, program = example("schedules"), program_of("pipeline", mesh, microbatches)
     ticks = getattr(schedules, schedule)(mesh.axes["stage"], microbatches)
     direction = fs.curvature.randn_like(program.params, seed=1)
 
@@ -154,8 +107,7 @@ def by_schedule(mesh: fs.Mesh, schedule: str, microbatches: int = 2) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         grads, hvp, loss = derivatives(program.params, direction, *program.split(batch()))
     found = {"loss": loss, **{key: dict(fs.gather(x, lazy=False)) for key, x in (("gradient", grads), ("hvp", hvp))}}
-    want = expected("pipeline")
-    assert_trees_close(found, {key: want[key] for key in found}, rtol=0, atol=1e-10)
+    assert_trees_close(found, {key: of_one_rank("pipeline")[key] for key in found}, rtol=0, atol=1e-10)
 
 
 def by_schedule_on_this_rank(schedule: str) -> None:
@@ -186,7 +138,7 @@ def test_a_schedule_runs_each_microbatch_once_when_what_it_needs_is_there(stages
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_a_batch_that_microbatches_do_not_divide_is_refused(schedule: str) -> None:
     mesh, schedules = fs.simulated_mesh({"stage": 2, "shard": 2}), example("schedules")
-    program = example("pipeline").Program(mesh, case("pipeline").model, microbatches=3)  # of the 4 samples of a rank
+    program = program_of("pipeline", mesh, microbatches=3)  # of the 4 samples of a rank
     gradients = partial(schedules.gradients, program, getattr(schedules, schedule)(2, 3))
     with pytest.raises(RuntimeError, match="unflatten"):
         mesh.spmd(gradients, out_dims=0)(program.params, *program.split(batch()))
