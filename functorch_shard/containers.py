@@ -8,11 +8,12 @@ that node makes the container again. One without a tensor stays a leaf.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
-from types import FunctionType, ModuleType
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import optree
@@ -176,3 +177,41 @@ def filled_variables(fn: FunctionType) -> dict[str, Any]:
         with suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
     return found
+
+
+def reached(fn: Any, depth: int = 0, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """The tensors, modules and generators that ``fn`` reaches besides its arguments, with the names of its variables.
+
+    ``depth``: of how many objects inside of each other the attributes are searched.
+    """
+    seen = set() if seen is None else seen
+    if isinstance(fn, (Tensor, torch.nn.Module, torch.Generator)):
+        yield name, fn
+    elif not isinstance(fn, (Static, torch.optim.Optimizer, type, ModuleType)) and id(fn) not in seen:
+        seen.add(id(fn))
+        for each, value, inside in _inside(name, fn, depth):
+            yield from reached(value, inside, each, seen)
+
+
+def _inside(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
+    """What is in ``x``, with its name, and how many objects inside of each other are searched there."""
+    if isinstance(x, FunctionType):
+        defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        named = [*filled_variables(x).items(), *(("a default", value) for value in defaults)]
+        yield from ((variable, value, depth) for variable, value in named)
+        for variable in dict.fromkeys(name for name in x.__code__.co_names if name in x.__globals__):
+            value = x.__globals__[variable]
+            is_leaf = isinstance(value, (Tensor, torch.nn.Module, torch.Generator))
+            if is_leaf or (value.__globals__ is x.__globals__ if isinstance(value, FunctionType) else depth):
+                yield variable, value, depth
+    elif isinstance(x, MethodType):
+        yield from (("self", x.__self__, depth), (name, x.__func__, depth))
+    elif isinstance(x, partial):
+        yield from ((name, each, depth) for each in (x.func, x.args, x.keywords))
+    else:
+        leaves = optree.tree_leaves(opened(x), none_is_leaf=True)
+        if len(leaves) != 1 or leaves[0] is not x:
+            found = (x for x in leaves if isinstance(x, (Tensor, torch.Generator)) or hasattr(x, "__dict__"))
+            yield from ((name, leaf, depth) for leaf in found)
+        elif depth:
+            yield from ((f"{name}.{attribute}", y, depth - 1) for attribute, y in getattr(x, "__dict__", {}).items())

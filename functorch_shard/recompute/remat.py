@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..communication.simulated import RUN, Index, running
-from ..containers import filled_variables, opened, place, refuse_opaque
+from ..containers import filled_variables, opened, place, reached, refuse_opaque
 from ..errors import reject
 from ..layout.trees import take_tensors
 from ..torch_internals.autograd import eager, own_parametrizations, without_batches
@@ -97,7 +97,7 @@ class _Call:
     method: Any  # the method as a function of its owner; None for a function
     taken: Sequence[tuple[Mapping[str, Tensor], Put]]
     ranks: Mapping[Index, Tensor]
-    variables: Sequence[tuple[str, Any]]  # that its functions close over
+    variables: Sequence[tuple[str, Any]]  # tensors, modules and generators that its functions reach otherwise
 
     @property
     def inputs(self) -> list[tuple[str, Tensor]]:
@@ -106,10 +106,6 @@ class _Call:
     @property
     def tensors(self) -> list[Tensor]:
         return [*(x for _, x in self.inputs), *self.ranks.values()]
-
-    @property
-    def closed_over(self) -> list[tuple[str, Tensor]]:
-        return [(name, x) for name, value in self.variables for x in _tensors(value)]
 
     def run(self, tensors: Sequence[Tensor], again: bool) -> Any:
         rest = iter(tensors)
@@ -132,7 +128,8 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     refuse_opaque("remat", tree[1:], "arguments", matters=lambda x: isinstance(x, Tensor) and is_differentiated([x]))
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     labels = [f"{('', 'args', 'kwargs')[path[0]]}{place(path[1:])}" for path in paths]
-    variables = [pair for x in (method, *leaves) for pair in _variables(x)]
+    functions = [x for x in (method, *leaves) if isinstance(x, (FunctionType, MethodType, partial))]
+    variables = [(repr(name), y) for x in functions for name, y in reached(x)]
     swapped = [f"{name}, a {type(x).__name__}: called with other parameters" for name, x in variables if _is_swapped(x)]
     reject("remat", swapped, _PASS_IT)
     return _Call(tree, method, [*map(_taken, labels, leaves)], RUN.get().indices, variables)
@@ -151,7 +148,8 @@ def _taken(label: str, x: Any) -> tuple[Mapping[str, Tensor], Put]:
 
 
 def _rematted(call: _Call) -> Any:
-    tensors, closed_over, put_back = call.tensors, call.closed_over, list[Callable[..., Any]]()
+    tensors, put_back = call.tensors, list[Callable[..., Any]]()
+    closed_over = [(name, x) for name, x in call.variables if isinstance(x, Tensor)]
     surrounded = _surroundings(tensors, _generators(call))
     named = [(name, without_batches(x)) for name, x in (*call.inputs, *closed_over)]
     versions = [version_of(x) for _, x in named]
@@ -181,32 +179,11 @@ def _rematted(call: _Call) -> Any:
     return put_back[0](attach(Program(run_again, batched=batched)))
 
 
-def _variables(fn: Any, inside: tuple[Any, ...] = ()) -> list[tuple[str, Any]]:
-    """Return what a function closes over, by name, and what functions there do; of globals modules and tensors."""
-    if isinstance(fn, MethodType):
-        return [("the owner of a method", fn.__self__), *_variables(fn.__func__, inside)]
-    if isinstance(fn, partial):
-        given = [("an argument of a partial", x) for x in (*fn.args, *fn.keywords.values())]
-        return [*given, *_variables(fn.func, inside)]
-    if not isinstance(fn, FunctionType) or fn in inside:
-        return []
-    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    closure = [*filled_variables(fn).items(), *(("a default", x) for x in defaults)]
-    globals_ = [(name, fn.__globals__.get(name)) for name in fn.__code__.co_names]
-    own = [(repr(name), x) for name, x in closure]
-    own += [(f"global {name!r}", x) for name, x in globals_ if isinstance(x, (Tensor, nn.Module, Generator))]
-    return own + [pair for _, x in closure for pair in _variables(x, (*inside, fn))]
-
-
 def _as_now(fn: Any, inside: tuple[Any, ...] = ()) -> Any:
     """Return a function with the variables of its closure as they are now; anything else unchanged."""
     if not isinstance(fn, FunctionType) or not fn.__closure__ or fn in inside:
         return fn
     return with_variables(fn, {name: _as_now(x, (*inside, fn)) for name, x in filled_variables(fn).items()})
-
-
-def _tensors(x: Any) -> list[Tensor]:
-    return [] if callable(x) else take_tensors(x)[0]
 
 
 def _is_swapped(x: Any) -> bool:
@@ -216,7 +193,7 @@ def _is_swapped(x: Any) -> bool:
 
 def _not_inputs(call: _Call) -> list[str]:
     """Return a line for each variable with a tensor that needs a gradient."""
-    inside = lambda x: [*x.parameters()] if isinstance(x, nn.Module) else _tensors(x)  # noqa: E731
+    inside = lambda x: [*x.parameters()] if isinstance(x, nn.Module) else [x] if isinstance(x, Tensor) else []  # noqa: E731
     pairs = [(name, x) for name, x in call.variables if is_differentiated(inside(x))]
     found = [f"{name}, a {type(x).__name__}: not an input" for name, x in pairs]
     return found or ["the result depends on a tensor that needs a gradient and is not an input"]
@@ -224,8 +201,7 @@ def _not_inputs(call: _Call) -> list[str]:
 
 def _generators(call: _Call) -> list[Generator]:
     """Return the generators of its own that the call may draw from: inputs, variables, attributes of modules."""
-    trees = [call.tree, *(x for _, x in call.variables)]
-    leaves = [leaf for x in trees for leaf in ([x] if callable(x) else optree.tree_leaves(opened(x)))]
+    leaves = [*optree.tree_leaves(call.tree), *(x for _, x in call.variables)]
     modules = [module for x in leaves if isinstance(x, nn.Module) for module in x.modules()]
     found = [*leaves, *(x for module in modules for x in vars(module).values())]
     return [x for x in found if isinstance(x, Generator)]

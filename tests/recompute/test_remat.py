@@ -320,10 +320,10 @@ def by_tensor() -> Any:
 
 
 UNKNOWN = {
-    "global 'GLOBAL', a Tensor": lambda: lambda x: x @ GLOBAL,
-    "global 'MODULE', a Linear": lambda: lambda x: MODULE(x),
+    "'GLOBAL', a Tensor": lambda: lambda x: x @ GLOBAL,
+    "'MODULE', a Linear": lambda: lambda x: MODULE(x),
     "'module', a Linear": by_own_module,
-    "'given', a dict": by_tensor,
+    "'given', a Tensor": by_tensor,
     "a tensor that needs a gradient": by_attribute,
 }
 
