@@ -25,7 +25,7 @@ from ..communication.collective import record as mark
 from ..communication.wrappers import Traffic
 from ..containers import opened, refuse_opaque
 from ..errors import table
-from ..torch_internals.satellites import ON_VALUES, RefusedError, fake_copies, reads_values, trace
+from ..torch_internals.satellites import ON_VALUES, RefusedError, fake_copies, trace
 from ..torch_internals.tensors import as_number, identity_of_storage, tensors_of, version_of, writes_nothing
 from .signature import Call, is_traced, memory_outside
 
@@ -96,7 +96,8 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
     try:
         graph = trace(flat, fakes, for_compiler, left)
     except RuntimeError as error:
-        if isinstance(error, RefusedError) or reads_values(error):
+        # torch has no public class for a program that depends on values; a program's own errors are of other modules
+        if isinstance(error, RefusedError) or type(error).__module__.startswith("torch."):
             reason = str(error) if isinstance(error, RefusedError) else f"{ON_VALUES} torch: {error}"
             raise NotImplementedError(_explained(reason, error)) from error
         raise

@@ -18,7 +18,7 @@ from torch._C import _ensureCUDADeviceGuardSet
 # Wrappers of a level have no public form. The tests of remat at each pair of levels fail if their numbers change.
 from torch._C._functorch import _unwrap_batched
 from torch._guards import TracingContext, tracing  # compilers ask this context for the mode of their fake tensors
-from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without values; its classes of errors: reads_values
+from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without values
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx  # documented as an experiment
 from torch.nn import Parameter
@@ -53,14 +53,6 @@ _NO_SEED = 0x5EED0FF5EED0FF  # that nobody else would take
 # Inductor would put every start just before its wait, and weight gradients and reductions last: the recorded order is
 # the one that overlaps and frees. Random numbers are those that the step draws eagerly.
 _AS_RECORDED = {"reorder_for_peak_memory": False, "reorder_for_locality": False, "fallback_random": True}
-
-
-def reads_values(error: BaseException) -> bool:
-    """Return whether torch raised ``error``, by a class of its own, since a program depends on values.
-
-    Of the classes of fake tensors and symbolic shapes none is public; a program's own errors are of other modules.
-    """
-    return type(error).__module__.startswith("torch.")
 
 
 class RefusedError(NotImplementedError):
@@ -257,14 +249,12 @@ def run_in(known: Transforms, run: Run, tensors: Sequence[Tensor]) -> list[Tenso
             return run_in(known, run, [_unwrapped(x, interpreter) for x in tensors])
     values, dims = zip(*(_unwrap_batched(x, interpreter.level()) for x in tensors), strict=True)
     with interpreter.lower():
-        results = run_in(known, batched(run, dims, None, size, "same"), values)
+        results = run_in(known, batched(run, dims, 0, size, "same"), values)
     return [None if x is None else add_batch_dim(x, 0, interpreter.level()) for x in results]
 
 
-def batched(
-    run: Run, in_dims: Sequence[int | None], out_dims: Sequence[int | None] | None, size: int, randomness: str
-) -> Run:
-    """``run`` for each element of a batch of ``size``; without ``out_dims`` every result has it in dim 0."""
+def batched(run: Run, in_dims: Sequence[int | None], out_dims: Any, size: int, randomness: str) -> Run:
+    """``run`` for each element of a batch of ``size``."""
 
     def run_batch(tensors: Sequence[Tensor]) -> list[Tensor | None]:
         exist: list[bool] = []
@@ -274,9 +264,8 @@ def batched(
             exist[:] = [x is not None for x in results]
             return tuple(x for x in results if x is not None)
 
-        dims: Any = 0 if out_dims is None else tuple(out_dims)
         count = torch.arange(size, device=tensors[0].device)
-        results = iter(torch.func.vmap(one, (0, *in_dims), dims, randomness=randomness)(count, *tensors))
+        results = iter(torch.func.vmap(one, (0, *in_dims), out_dims, randomness=randomness)(count, *tensors))
         return [next(results) if exists else None for exists in exist]
 
     return run_batch

@@ -1,10 +1,9 @@
 """Test whether an optimizer class updates shards as it updates whole tensors.
 
-The class runs in two ways: on whole tensors of several shapes and sizes, and on uneven flat parts of the same elements,
-as on independent ranks, with only parameter, gradient and state kept between steps. Sizes are above the thresholds of
-classes that quantize or factor large tensors only, and there are more steps than warm-ups and lookaheads take.
-Dependences that appear for some values only, such as the projection of a gradient that is orthogonal to its parameter,
-are found in the operators: one whose result has fewer elements than the tensor combines elements.
+The class runs on whole tensors of several shapes, and on uneven flat parts of the same elements, with only parameter,
+gradient and state kept between steps. Sizes are above the thresholds of classes that quantize or factor large tensors,
+and steps are more than warm-ups take. Dependences that appear for some values only are found in the operators: one
+whose result has fewer elements than the tensor combines elements.
 """
 
 from __future__ import annotations

@@ -47,15 +47,10 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) ->
     Like ``torch.func.grad``, except for the mean: see :func:`grad_and_value`.
 
     Args:
-        fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
-        argnums: the positional arguments to differentiate with respect to, as in ``torch.func.grad``.
-        has_aux: whether ``fn`` returns ``(scalar, aux)``.
+        fn, argnums, has_aux: as of :func:`grad_and_value`.
 
     Returns:
-        A function with the arguments of ``fn``. It returns gradients with the tree structure of the argument (a tuple
-        for several ``argnums``), or ``(gradients, aux)``. Leaves that are not trainable - integers, bools, and buffers
-        or parameters that are frozen in the layout - get ``None``. Trainable leaves that ``fn`` does not use get zeros,
-        as in ``torch.func.grad`` and JAX, and weight decay applies to them: see ``grads`` of :meth:`Optimizer.step`.
+        A function with the arguments of ``fn``. It returns ``gradients``, or ``(gradients, aux)``.
 
     Raises:
         TypeError, ValueError: as :func:`grad_and_value`.
@@ -69,7 +64,6 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) ->
     """
     both = grad_and_value(fn, argnums, has_aux)
 
-    @eager
     @wraps(fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         grads, value = both(*args, **kwargs)
@@ -101,7 +95,9 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
     Returns:
         A function with the arguments of ``fn``. It returns ``(gradients, value)``, or ``(gradients, (value, aux))``.
-        Leaves that are not trainable - integers, bools, and buffers or parameters frozen in the layout - get ``None``.
+        Gradients have the tree structure of the argument, and for several ``argnums`` are a tuple. Leaves that are not
+        trainable - integers, bools, and buffers or parameters frozen in the layout - get ``None``. Trainable leaves
+        that ``fn`` does not use get zeros, as in JAX; weight decay moves them (``grads`` of :meth:`Optimizer.step`).
 
     Raises:
         TypeError: ``fn`` does not return a floating-point scalar tensor (and aux). Or an argument of ``argnums``, or
@@ -256,8 +252,6 @@ def _positions(argnums: Argnums, num_args: int) -> list[int]:
 
 def _check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
     """The scalar and ``aux`` that a differentiated function returned; raises where it returned something else."""
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(f"grad: has_aux=True: expected fn to return (scalar, aux), got {type(result).__name__}")
     value, aux = result if has_aux else (result, None)
     if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
         got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -212,8 +212,7 @@ class Norm:
     def join(self, parts: Iterable[Tensor], layout: Layout) -> Tensor:
         parts, device = [*parts], layout.mesh.device
         dtype = reduce(torch.promote_types, (x.dtype for x in parts), torch.float32)
-        joined = stacked([x.to(dtype) for x in parts], device) if parts else torch.zeros(1, device=device)
-        return joined.amax() if self.largest else joined.sum()
+        return self.total(stacked([x.to(dtype) for x in parts], device) if parts else torch.zeros(1, device=device))
 
     def root(self, total: Tensor) -> Tensor:
         if self.largest or self.p == 1:

@@ -40,15 +40,16 @@ def inner_step(call: Call, params: Any, x: Tensor) -> Tensor:
     return call(new, x).square().mean()
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
+MESHES = [fs.simulated_mesh(axes, kind=kind) for axes in AXES for kind in ("batched", "sequential")]
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, fs.init_mesh()], ids=str)
 @pytest.mark.parametrize("task", [forces, forces_of_the_batch_itself, equation, inner_step])
-@pytest.mark.parametrize("kind", ["batched", "sequential"])
-def test_gradients_and_products_with_the_hessian_are_those_of_the_unsharded_program(
-    task: Any, axes: dict[str, int], kind: Any
-) -> None:
+def test_gradients_and_products_with_the_hessian_are_those_of_the_unsharded_program(task: Any, mesh: fs.Mesh) -> None:
+    """Also where the batch requires grad before the step."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    mesh, x = fs.simulated_mesh(axes, kind=kind), torch.randn(8, 3, dtype=torch.float64)
+    model, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double(), torch.randn(8, 3).double()
     layout = fs.plan(model, mesh)
     params, v = fs.shard(model, layout), fs.shard({n: torch.randn_like(p) for n, p in model.named_parameters()}, layout)
 
@@ -56,30 +57,14 @@ def test_gradients_and_products_with_the_hessian_are_those_of_the_unsharded_prog
         return functional_call(model, params, (x,))
 
     gradient = fs.grad(lambda params, x: task(call, fs.gather(params), x))
-    grads = mesh.spmd(gradient)(params, mesh.split(x))
-    product = mesh.spmd(lambda p, v, x: jvp(lambda p: gradient(p, x), (p,), (v,))[1])(params, v, mesh.split(x))
+    grads = mesh.spmd(gradient)(params, mesh.split(x.clone()))
+    of_leaf = mesh.spmd(gradient)(params, mesh.split(x.clone().requires_grad_()))
+    hessian = mesh.spmd(lambda p, v, x: jvp(lambda p: gradient(p, x), (p,), (v,))[1])
+    product = hessian(params, v, mesh.split(x.clone()))
 
     full = {name: p.requires_grad_() for name, p in model.named_parameters()}
     loss = sum(task(call, full, rows) for rows in x.chunk(mesh.size)) / mesh.size
     expected = grad(torch.as_tensor(loss), list(full.values()), create_graph=True)
     along = grad(expected, list(full.values()), list(fs.gather(v, lazy=False).values()))
-    for got, want in ((grads, expected), (product, along)):
+    for got, want in ((grads, expected), (of_leaf, expected), (product, along)):
         assert_trees_close(fs.gather(got), dict(zip(full, want, strict=True)), rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("kind", ["real", "batched", "sequential"])
-def test_a_batch_may_require_grad_before_the_step(kind: Any) -> None:
-    torch.manual_seed(0)
-    mesh = fs.init_mesh() if kind == "real" else fs.simulated_mesh(1, kind=kind)
-    model, x = nn.Linear(3, 1).double(), torch.randn(4, 3, dtype=torch.float64)
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return forces_of_the_batch_itself(lambda p, x: functional_call(model, p, (x,)).square(), params, x)
-
-    params = fs.shard(model, fs.plan(model, mesh))
-    step = mesh.spmd(fs.grad(lambda p, x: loss(fs.gather(p), x)))
-    own = dict(model.named_parameters())
-    expected = dict(zip(own, grad(loss(own, x.clone()), list(own.values())), strict=True))
-    for requires_grad in (False, True):
-        grads = step(params, mesh.split(x.clone().requires_grad_(requires_grad)))
-        assert_trees_close(fs.gather(grads), expected, rtol=1e-12, atol=1e-14)

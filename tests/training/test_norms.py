@@ -26,6 +26,7 @@ from tests.support.norms import (
     NAN,
     POWERS,
     SHAPES,
+    Bad,
     clipped_by_torch,
     first,
     sharded,
@@ -94,29 +95,63 @@ def test_norms_and_clipping_are_those_of_torch_and_bitwise_the_same_on_every_ran
     assert_trees_close(results, results[:1] * ranks.size, rtol=0, atol=0)
 
 
-BAD = [{"c.w": {(16, 30): bad}} for bad in (NAN, INF, -INF)]
+# Values that are not finite, at the ends of parameters and of the shards of 264 elements, of which [8, 15] is the last.
+NOT_FINITE: list[Bad] = [
+    {},
+    {"a.w": {(2, 3): NAN}},
+    {"a.w": {(0, 0): INF}, "c.w": {(16, 30): -INF}},
+    {"c.w": {(8, 15): NAN}},
+    {"b.s": {(): -INF}},
+    {"c.w": {(16, 30): NAN}},
+]
 
 
-def clipped_where_bad(mesh: fs.Mesh) -> list[tuple[Tensor, Tensor, fs.Full]]:
-    """Norms of trees in which the last rank alone has a NaN or an infinity."""
+def where_bad(mesh: fs.Mesh) -> tuple[list[list[str]], list[tuple[Tensor, Tensor, fs.Full]]]:
+    """The names of parameters that are not finite, in each dtype; and norms and clipped trees."""
+    large = {(0,): 1e30}  # whose square is infinite in float32
+    named = []
+    for dtypes, bad in product(("float32", "bfloat16", "complex"), NOT_FINITE):
+        tree = with_padding(spoiled(mesh, {"a.b": large, **bad}, dtypes, align_bytes=64), NAN)
+        named.append([name for name, x in fs.debug.param_norms(tree, INF).items() if not x.isfinite()])
     results = []
-    for bad, p in product(BAD, POWERS):
+    for bad, p in product(NOT_FINITE[1:], POWERS):
         tree = spoiled(mesh, bad)
         clipped, norm = mesh.spmd(lambda tree, p=p: fs.clip_by_global_norm(tree, 1.0, p))(tree)
         results.append((norm, mesh.spmd(fs.all_finite)(tree), fs.gather(clipped, lazy=False)))
-    return results
+    return named, results
 
 
 @pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
-def test_a_nan_of_the_last_rank_reaches_all_ranks_as_in_torch(ranks: Ranks) -> None:
-    for results in ranks.run(clipped_where_bad):
-        for (bad, p), (norm, finite, clipped) in zip(product(BAD, POWERS), results, strict=True):
+def test_every_rank_names_the_parameters_that_are_not_finite_and_clips_as_torch(ranks: Ranks) -> None:
+    for named, results in ranks.run(where_bad):
+        assert named == [[*bad] for bad in NOT_FINITE] * 3
+        for (bad, p), (norm, finite, clipped) in zip(product(NOT_FINITE[1:], POWERS), results, strict=True):
             given = {n: x for n, x in spoiled_values(bad).items() if n not in FROZEN and x.numel()}
             total_norm = get_total_norm([*given.values()], p)
             assert_trees_close(norm, total_norm)
             expected = clipped_by_torch(given, 1.0, total_norm)
             assert_trees_close({name: clipped[name] for name in expected}, expected)
             assert not finite
+
+
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_all_ranks_know_whether_all_values_are_finite(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    for bad in (NAN, INF, -INF):
+        for ignored in ([], ["b"]):
+            clean = spoiled(mesh, {}, "float32", ignored=ignored, align_bytes=64)
+            with count_collectives() as seen:
+                finite = mesh.spmd(fs.all_finite)(with_padding(clean, bad))
+            assert finite.shape == tuple(axes.values())
+            assert finite.dtype == torch.bool
+            assert finite.all()
+            assert [(c.kind, c.axis, c.numel) for c in seen.issued] == [
+                ("pmax", name, 1) for name, size in axes.items() if size > 1
+            ]
+            for rank in range(mesh.size):  # one rank alone, even of replicas that should be equal
+                one = spoiled(mesh, {}, "float32", ignored=ignored, align_bytes=64)
+                one["a"].flatten(0, len(axes) - 1)[rank, 0] = bad
+                assert not mesh.spmd(fs.all_finite)(one).any()
 
 
 def test_tied_parameters_count_once() -> None:
