@@ -127,7 +127,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         arguments = [_Argument.of(args[i], i) for i in _positions(argnums, len(args))]
         inputs = [leaf for argument in arguments for leaf in argument.leaves if leaf.wanted]
-        used, unused, others = Leaves(), dict[int, str](), list[Tensor]()
+        used, unused = Leaves(), dict[int, str]()
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
             given: Any = [*args], kwargs
@@ -145,11 +145,9 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
                 own = [next(rest) for leaf in argument.leaves if leaf.wanted]
                 if own and argument.kind and not any(id(x) in used for x in own):
                     unused[argument.position] = argument.kind
-            if unused:
-                given_ids = {id(x) for x in tensors}
-                others.extend(x for i, x in used.items() if i not in given_ids)
             if unused and not sink_here().anchors:
-                refuse_unused(fn, unused, others)
+                given_ids = {id(x) for x in tensors}
+                refuse_unused(fn, unused, (x for i, x in used.items() if i not in given_ids))
             elif unused:  # others may use what all ranks gathered: wait for the gradients
                 sink_here().nothing = -0.0
             return value, aux
@@ -161,9 +159,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         rest = iter(grads)
         trees = [argument.filled(rest, keep_others=False) for argument in arguments]
         if unused:
-            pairs = [(argument.position, tree) for argument, tree in zip(arguments, trees, strict=True)]
-            still = {i: unused[i] for i, x in pairs if i in unused and is_unused(x, reduced=not nested)}
-            refuse_unused(fn, still, others)
+            zero = [a.position for a, x in zip(arguments, trees, strict=True) if is_unused(x, reduced=not nested)]
+            refuse_unused(fn, {i: kind for i, kind in unused.items() if i in zero}, hidden)
         if hidden and not inside():
             refuse_hidden(hidden, grads, [x.place for x in inputs])
         return trees[0] if isinstance(argnums, int) else tuple(trees), (value, aux) if has_aux else value
