@@ -68,10 +68,6 @@ class Region(NamedTuple):
         """The same elements in coordinates that start at the offsets of ``outer``."""
         return Region(tuple(mine - start for mine, start in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
-    def shifted(self, by: Sequence[int]) -> Region:
-        """The region moved by ``by``: the inverse of :meth:`inside`."""
-        return Region(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
-
 
 SCALAR = Region((), ())
 
@@ -158,28 +154,23 @@ def loaded(raw: bytes) -> Any:
 
 def metadata_of(indices: Sequence[Mapping[str, Any]]) -> bytes:
     """Make the pickle that describes the files of all ranks, from the index of each."""
-    tensors: dict[str, dcp.STORAGE_TYPES] = {}
+    tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, Any] = {}
     paths: dict[str, Path] = {}
-    for index in indices:
-        for row in index["rows"]:
-            info = StorageInfo(index["file"], row["start"], row["nbytes"])
-            for path in map(tuple, row["paths"]):
-                paths[dotted(path)] = path
-                places[_add(tensors, dotted(path), row)] = info
+    for file, row in [(index["file"], row) for index in indices for row in index["rows"]]:
+        offsets, sizes = map(torch.Size, row["region"])
+        for path in map(tuple, row["paths"]):
+            name, place = dotted(path), dcp.MetadataIndex(dotted(path))
+            if row["dtype"] is None:
+                tensors[name] = dcp.BytesStorageMetadata()
+            else:
+                properties = dcp.TensorProperties(dtype=getattr(torch, row["dtype"]))
+                entry = dcp.TensorStorageMetadata(properties, torch.Size(row["shape"]), [])
+                chunks = tensors.setdefault(name, entry).chunks
+                place = dcp.MetadataIndex(name, offsets, len(chunks))
+                chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
+            paths[name], places[place] = path, StorageInfo(file, row["start"], row["nbytes"])
     return pickle.dumps(dcp.Metadata(tensors, paths, places, dcp.StorageMeta()))
-
-
-def _add(tensors: dict[str, dcp.STORAGE_TYPES], name: str, row: Mapping[str, Any]) -> dcp.MetadataIndex:
-    if row["dtype"] is None:
-        tensors[name] = dcp.BytesStorageMetadata()
-        return dcp.MetadataIndex(name)
-    offsets, sizes = map(torch.Size, row["region"])
-    properties = dcp.TensorProperties(dtype=getattr(torch, row["dtype"]))
-    entry = tensors.setdefault(name, dcp.TensorStorageMetadata(properties, torch.Size(row["shape"]), []))
-    assert isinstance(entry, dcp.TensorStorageMetadata)
-    entry.chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
-    return dcp.MetadataIndex(name, offsets, len(entry.chunks) - 1)
 
 
 class _Inert:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import add
 from typing import Any, NamedTuple
 
 import optree
@@ -60,12 +61,6 @@ class Leaf(NamedTuple):
     @property
     def is_plain(self) -> bool:
         return self.tensor is None and not (self.value is None and self.buffer)
-
-    def shape(self, slot: Slot | None) -> tuple[int, ...]:
-        """Its shape in files, or that of one of its parameters; that of a number is ``()``."""
-        if slot and self.shard is not None:
-            return slot.dtensor.shape if slot.dtensor else slot.shape
-        return () if slot or self.tensor is None else tuple(self.tensor.shape)
 
     def parameters(self) -> Iterator[tuple[Slot | None, list[str]]]:
         """Each parameter of the buffer with its names; for another value None with its name."""
@@ -204,7 +199,8 @@ def _of_buffer(leaf: Leaf, buffer: Buffer, layout: Layout, x: Tensor, participan
             for region in regions(slot.shape, part.start, part.numel):
                 values = row[at : at + region.numel].view(region.sizes)
                 at += region.numel
-                yield Chunk(paths[slot.name], shape, region.shifted(origin), values, writer, writes)
+                moved = Region(tuple(map(add, region.offsets, origin)), region.sizes)
+                yield Chunk(paths[slot.name], shape, moved, values, writer, writes)
         for slot in (slot for slot in buffer.slots if not slot.numel and slot.dtensor is None):  # in files only
             empty = x.new_empty(slot.shape)
             yield Chunk(paths[slot.name], slot.shape, Region.whole(slot.shape), empty, writer, rank == 0)

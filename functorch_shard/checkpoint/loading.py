@@ -113,9 +113,10 @@ def _with_template(leaf: Leaf, reader: Reader) -> Leaf:
 
 def _misfit(leaf: Leaf, slot: Slot | None, entry: Entry | None, casts: bool) -> str:
     """What the tree has, if it is of another form than the entry."""
-    x, shape = leaf.tensor, leaf.shape(slot)
+    x, form = leaf.tensor, slot and (slot.dtensor or slot)
     if x is None:
         return "a plain value" if entry is None or entry.dtype is not None else ""
+    shape = tuple(x.shape) if form is None else () if leaf.shard is None else form.shape
     dtype = entry.dtype if entry and entry.shape == shape else None
     if dtype and (dtype == x.dtype or (casts and dtype.is_floating_point and x.dtype.is_floating_point)):
         return ""

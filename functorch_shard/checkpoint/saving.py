@@ -32,11 +32,57 @@ SAME = "Every rank must pass the same path, options and tree. A path that contai
 _POLL = 0.05  # seconds between looks at the files of other ranks
 
 
-def save_tree(path: str | os.PathLike[str], tree: Any, keep: int | None, async_save: bool) -> Future[Path]:
-    """Validate everything on every rank, then write and publish, each when the step before succeeded on every rank."""
+def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, async_save: bool = False) -> Future[Path]:
+    """Write a tree to a new directory, which becomes visible when it is complete and synced to the disk.
+
+    ``load(path, tree)`` equals ``tree`` bitwise, and so does a load into any other layout of the same parameters, name
+    by name. A save that fails or is killed, at any point, leaves earlier checkpoints unchanged.
+
+    Args:
+        path: the directory of this checkpoint, for example ``"runs/step-0100"``, on a file system that all ranks share.
+            It must not exist.
+        tree: a dict of ``Sharded`` trees, optimizer states, tensors, numbers, strings. ``{"model": params, "optim":
+            opt.state_dict(state, params)}`` has the names that torch's ``get_model_state_dict`` and
+            ``get_optimizer_state_dict`` give. A tuple of trees is one dict: ``"model": (params, buffers)``. Tensors and
+            plain values are saved by the first rank. On a simulated mesh, the stacked trees outside ``spmd``.
+        keep: the number of checkpoints to keep in the parent directory, including this one. The oldest of those begun
+            earlier are removed; checkpoints of other programs are not. ``None``: all.
+        async_save: copy the values of this rank to the host, and write them in a thread. Tensors on an accelerator are
+            copied by its current stream, which the host does not wait for; later steps may donate them. A process that
+            ends finishes its saves.
+
+    Returns:
+        A ``concurrent.futures.Future`` of the path. It is done when the checkpoint of all ranks is complete; without
+        ``async_save`` at once.
+
+    Raises:
+        FileExistsError: ``path`` exists; it was not overwritten.
+        TypeError: a value that ``torch.load(weights_only=True)`` does not read back.
+        ValueError: two leaves of one name, trees of other ranks, a hidden ``path`` or a URL, or ``keep`` below 1.
+        OSError: for example a full disk; this checkpoint is removed.
+        RuntimeError: inside a transform; or another rank failed: every rank reports which one and why.
+
+    Cost:
+        No gather: each rank writes the regions of its shards, at most ``2 * ndim - 1`` for a parameter; replicas are
+        written once. Memory: one region; with ``async_save`` a copy of this rank's shards. Four all-gathers of 32 bytes
+        per axis; two with ``async_save``, whose threads see by the files when the other ranks are done.
+
+    Example:
+        >>> import tempfile
+        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
+        >>> params = fs.shard({"fc.w": torch.tensor([1.0, 2.0, 3.0])}, layout)
+        >>> three = fs.shard({"fc.w": torch.zeros(3)}, fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(3)))
+        >>> with tempfile.TemporaryDirectory() as runs:
+        ...     _ = fs.checkpoint.save(f"{runs}/step-7", {"model": params, "step": 7})
+        ...     loaded = fs.checkpoint.load(f"{runs}/step-7", {"model": three, "step": 0})
+        >>> loaded["step"], loaded["model"]["fc"]    # row r = rank r
+        (7, tensor([[1.],
+                [2.],
+                [3.]]))
+    """
     saving, done = _Saving(leaves_of(tree), participants_of(tree), keep), Future[Path]()
     agree, options = saving.participants.agree, f"keep={keep}, async_save={async_save}"
-    try:
+    try:  # each step begins when the one before succeeded on every rank
         agree("save", lambda: saving.begin(path), lambda target: [target, options, *_lines(saving.leaves)], SAME)
         copied = saving.copy_to_host() if async_save else []
         agree("save", saving.open, lambda _: [])
