@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,9 @@ _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "peak
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     args = vars(parser().parse_args(argv))
-    run = args.pop("run")
+    command = args.pop("command")
     try:
-        text = run(**args)
+        text = plan(**args) if command == "plan" else _of_checkpoint(command, **args)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -47,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m functorch_shard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = made.add_subparsers(required=True)
+    commands = made.add_subparsers(required=True, dest="command")
     add = commands.add_parser("plan").add_argument
     add("model", help="package.module:name of a function or a class that makes the model, on the meta device")
     add("--ranks", type=_numbers, default=(8,), help="numbers of ranks, for example 8,64,512")
@@ -56,11 +55,9 @@ def parser() -> argparse.ArgumentParser:
     add("--precision", help="gathered dtype, and reduced one: bfloat16 or bfloat16,float32")
     add("--units", default="auto", help="auto, blocks, or bytes")
     add("--no-reshard", action="store_true", help="keep gathered units from forward to backward")
-    commands.choices["plan"].set_defaults(run=plan)
     for name in ("inspect", "verify", "digest", "consolidate"):
-        command = commands.add_parser(name)
-        command.add_argument("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
-        command.set_defaults(run=partial(_of_checkpoint, name))
+        add = commands.add_parser(name).add_argument
+        add("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
     commands.choices["digest"].add_argument(
         "--leaves", action="store_true", help="one for each name, to compare by diff"
     )
@@ -79,14 +76,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def plan(
-    *,
     model: str,
     ranks: Sequence[int],
-    shards: int | None = None,
-    optimizer: str | None = None,
-    precision: str | None = None,
-    units: str = "auto",
-    no_reshard: bool = False,
+    shards: int | None,
+    optimizer: str | None,
+    precision: str | None,
+    units: str,
+    no_reshard: bool,
 ) -> str:
     """Build the model, plan it for each number of ranks and format what each rank has and sends."""
     source, units_of = _built(model), int(units) if units.isdigit() else units
