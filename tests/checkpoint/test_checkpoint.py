@@ -45,26 +45,13 @@ def seven(ranks: int) -> fs.Sharded:
     return fs.shard({"w": torch.ones(7)}, fs.plan({"w": torch.ones(7)}, fs.simulated_mesh(ranks)))
 
 
-def trained(layout: fs.Layout, steps: int = 2, opt: fs.Optimizer = OPT) -> tuple[fs.Sharded, Any]:
-    """Parameters and state after a few steps whose gradients are those of whole tensors: alike in every layout."""
+def trained(layout: fs.Layout) -> tuple[fs.Sharded, Any]:
+    """Parameters and state after two steps, whose gradients are the parameters: alike in every layout."""
     params = fs.shard(awkward(), layout)
-    state = opt.init(params)
-    generator = torch.Generator().manual_seed(0)
-    trainable = {name: slot for name, slot in layout.slots.items() if layout.buffers[layout.key_of[name]].trainable}
-    for _ in range(steps):
-        drawn = {name: torch.randn(s.shape, dtype=s.dtype, generator=generator) for name, s in trainable.items()}
-        whole = fs.gather(params, lazy=False) | drawn
-        grads = fs.shard(whole, layout)
-        params, state = opt.step(params, grads=grads, state=state)
+    state = OPT.init(params)
+    for _ in range(2):
+        params, state = OPT.step(params, grads=params, state=state)
     return params, state
-
-
-def assert_equal(got: fs.Sharded, expected: fs.Sharded) -> None:
-    a, b = fs.gather(got, lazy=False), fs.gather(expected, lazy=False)
-    assert list(a) == list(b)
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert torch.equal(a[name], b[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +83,13 @@ def test_the_memory_of_like_is_used_only_when_it_is_donated(four: Any) -> None:
     path, params, _ = four
     like = fs.shard(awkward(seed=1), params.layout)
     before = {key: x.clone() for key, x in like.items()}
-    assert_equal(load(path, {"model": like})["model"], params)
+    assert digests(load(path, {"model": like})["model"]) == digests(params)
     assert all(torch.equal(like[key], before[key]) for key in like)
     without = fs.Sharded({key: x.to("meta") for key, x in params.items()}, params.layout)
-    assert_equal(load(path, {"model": without})["model"], params)
+    assert digests(load(path, {"model": without})["model"]) == digests(params)
     loaded = load(path, {"model": like}, donate=True)["model"]
     assert all(loaded[key].data_ptr() == like[key].data_ptr() for key in like if like[key].numel())
-    assert_equal(like, params)
+    assert digests(like) == digests(params)
 
 
 # other programs
@@ -194,10 +181,6 @@ def test_copies_are_written_once_by_one_rank_or_another(tmp_path: Path) -> None:
 # whole, or not there
 
 
-def files_of(path: Path) -> list[str]:
-    return sorted(x.name for x in path.iterdir())
-
-
 def test_the_latest_is_the_last_one_saved_whatever_its_name_and_nothing_is_overwritten(tmp_path: Path) -> None:
     assert latest(tmp_path / "nothing") is None
     for name in ("step-9", "step-10", "a"):
@@ -219,7 +202,7 @@ def test_wrong_paths_and_numbers_are_refused(tmp_path: Path, monkeypatch: pytest
     for keep in (True, 0, "2"):
         assert f"keep: got {keep!r}, expected an int, 1 or more" in refused(save, "x", {"step": 3}, keep=keep)
     assert "names that begin with a dot are hidden" in refused(save, tmp_path / ".x", params)
-    assert list(tmp_path.iterdir()) == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_keep_removes_the_oldest_and_nothing_of_others(tmp_path: Path) -> None:
@@ -229,10 +212,10 @@ def test_keep_removes_the_oldest_and_nothing_of_others(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".pipe.functorch_shard.staging")
     (tmp_path / ".link.functorch_shard.staging").symlink_to(tmp_path / ".novel.staging")
     (tmp_path / "zz").symlink_to("step-1")
-    there = files_of(tmp_path)
+    there = sorted(os.listdir(tmp_path))
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}", tiny(step), keep=2)
-    assert files_of(tmp_path) == sorted([*there, "step-2", "step-3"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*there, "step-2", "step-3"])
     assert latest(tmp_path) == tmp_path / "step-3"
 
 
@@ -260,7 +243,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(tmp_path: Path, moment: str
     assert newest.name == after
     assert load(newest, tiny())["step"] == (2 if after == "second" else 1)
     save(tmp_path / "third", tiny(3), keep=1)  # what was left half done goes with the next
-    assert [x.name for x in tmp_path.iterdir()] == ["third"]
+    assert os.listdir(tmp_path) == ["third"]
 
 
 def test_a_second_writer_of_a_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +299,7 @@ def test_a_save_that_was_begun_later_and_is_faster_stays_the_newest(
         assert first.result() == tmp_path / "step-1"
     assert latest(tmp_path) == tmp_path / "step-2"
     save(tmp_path / "step-3", tiny(), keep=1)
-    assert files_of(tmp_path) == ["step-3"]
+    assert sorted(os.listdir(tmp_path)) == ["step-3"]
 
 
 def test_a_failure_in_the_thread_is_raised_by_result_and_leaves_the_path_free(
@@ -327,7 +310,7 @@ def test_a_failure_in_the_thread_is_raised_by_result_and_leaves_the_path_free(
         future = save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True)
         assert isinstance(future.exception(60), ZeroDivisionError)
     assert "ZeroDivisionError" in caplog.text  # result() need not be called
-    assert files_of(tmp_path) == []
+    assert os.listdir(tmp_path) == []
     save(tmp_path / "x", {"t": torch.ones(3)})
 
 
@@ -358,7 +341,7 @@ def test_programs_that_save_into_one_directory_do_not_disturb_each_other(tmp_pat
     for program in programs:
         program.join(120)
     assert [program.exitcode for program in programs] == [0, 0]
-    names = files_of(tmp_path)
+    names = sorted(os.listdir(tmp_path))
     assert 3 <= len(names) <= 4, "two that end together may each leave what the other has begun"
     assert not any(verify(tmp_path / name) for name in names)
 
@@ -414,7 +397,7 @@ def test_what_cannot_be_read_back_is_refused_by_name_before_anything_is_written(
     tree, texts = REFUSED[case]
     text = refused(save, tmp_path / "x", tree)
     assert all(expected in text for expected in texts), text
-    assert files_of(tmp_path) == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_unusual_tensors_are_not_loaded_into(tmp_path: Path) -> None:
@@ -480,7 +463,9 @@ def test_consolidate_writes_the_model_for_others(four: Any, tmp_path: Path, caps
     path, _, _ = four
     assert command(["consolidate", str(path), str(tmp_path / "out"), "--max-shard-size", "400"]) == 0
     layout = planned({"shard": 3}, units=1)
-    assert_equal(fs.checkpoint.import_safetensors(tmp_path / "out", layout), load(path, {"model": four[1]})["model"])
+    assert digests(fs.checkpoint.import_safetensors(tmp_path / "out", layout)) == digests(
+        load(path, {"model": four[1]})["model"]
+    )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert command(["consolidate", str(path), str(tmp_path / "out")]) == 1
     assert command(["consolidate", str(path), str(tmp_path / "new"), "--prefix", "ema."]) == 1

@@ -29,6 +29,7 @@ import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, save, verify
 from functorch_shard.checkpoint.format import entries_of
 from functorch_shard.cli.main import main as command
+from tests.support.checkpoints import files_of
 from tests.support.pool import run_ranks
 from tests.support.refusals import refused
 
@@ -468,10 +469,6 @@ def try_all(runs: Path, damaged: list[str]) -> tuple[dict[str, str], int]:
     return {fault: refused(load, runs / fault, tree_of(mesh)) for fault in damaged}, load(runs / "good", tree_of(mesh))[
         "step"
     ]
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_every_damage_is_reported_on_every_rank_with_the_file_and_executes_nothing(tmp_path: Path) -> None:

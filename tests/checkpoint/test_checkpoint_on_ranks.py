@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, reader, save, saving
 from functorch_shard.debug import digests
-from tests.support.checkpoints import FSDP2, Ours
+from tests.support.checkpoints import FSDP2, Ours, files_of
 from tests.support.launching import environ
 from tests.support.models import Awkward, two_layers
 from tests.support.pool import run_ranks
@@ -155,11 +155,6 @@ def go_on(folder: Path, phase: int) -> dict[str, list[float]]:
         losses[name] = [mean_of_ranks(run.step(mine(x), mine(y))) for x, y in batches(phase)]
         run.save(folder / f"{name}-{phase}")
     return losses
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    """Every file below, hidden ones too."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

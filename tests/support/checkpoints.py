@@ -29,6 +29,11 @@ def tiny(step: int = 0) -> dict[str, Any]:
     return {"model": params, "step": step}
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file below, hidden ones too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 class Ours:
     """This library's program, with AdamW."""
 
