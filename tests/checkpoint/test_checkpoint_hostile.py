@@ -14,6 +14,7 @@ import shutil
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,7 @@ from tests.support.refusals import refused
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "functorch_shard.json"]  # of two ranks
-LENGTHS = [0, 1, 0.01, 0.5, -1]  # to be left: bytes, or a part of what was there
-HOSTILE = range(3)
-
-
-def truncate(file: Path, length: float) -> None:
-    nbytes = file.stat().st_size
-    os.truncate(file, nbytes - 1 if length == -1 else int(length * nbytes) if length < 1 else int(length))
+PARTS = [0.0, 0.0001, 0.01, 0.5, 0.9999]  # that are left of a file
 
 
 def flip_a_bit(file: Path, seed: int) -> None:
@@ -52,16 +47,10 @@ def flip_a_bit(file: Path, seed: int) -> None:
     file.write_bytes(raw)
 
 
-def link_out(file: Path, outside: Path) -> None:
-    """The file itself lies elsewhere."""
-    shutil.move(file, outside)
-    file.symlink_to(outside)
-
-
 class Evil:
     """A pickle of it is a call."""
 
-    def __init__(self, call: tuple[Any, ...]) -> None:
+    def __init__(self, *call: Any) -> None:
         self.call = call
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -70,9 +59,8 @@ class Evil:
 
 def hostile(marker: Path) -> list[Evil]:
     """Calls that would leave a file behind."""
-    calls = [(os.system, (f"touch {marker}",)), (Path.touch, (marker,)), (exec, (f"open({str(marker)!r}, 'w')",))]
-    assert len(calls) == len(HOSTILE)
-    return [Evil(call) for call in calls]
+    code = f"open({str(marker)!r}, 'w')"
+    return [Evil(os.system, (f"touch {marker}",)), Evil(Path.touch, (marker,)), Evil(exec, (code,))]
 
 
 def edit(folder: Path, change: Callable[[Any], None]) -> None:
@@ -81,19 +69,7 @@ def edit(folder: Path, change: Callable[[Any], None]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def _instead(folder: Path, evil: Evil) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(evil))
-
-
-def _inside(folder: Path, evil: Evil) -> None:
-    edit(folder, lambda metadata: setattr(metadata, "planner_data", evil))
-
-
-def _before(folder: Path, evil: Evil) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(evil)[:-1] + (folder / ".metadata").read_bytes())
-
-
-def _as_a_value(folder: Path, evil: Evil) -> None:
+def as_a_value(folder: Path, evil: Evil) -> None:
     value = entries_of((folder / ".metadata").read_bytes())["step"].values[0]
     with (folder / value.file).open("r+b") as file:
         file.seek(value.start)
@@ -102,18 +78,14 @@ def _as_a_value(folder: Path, evil: Evil) -> None:
         file.truncate(max(file.tell(), value.start + value.nbytes))
 
 
-PLACES: dict[str, Callable[[Path, Evil], None]] = {
-    "instead of the metadata": _instead,
-    "inside the metadata": _inside,
-    "before the metadata": _before,
-    "as a value": _as_a_value,
+PLACES: dict[str, Callable[[Path, Any], Any]] = {
+    "instead of the metadata": lambda folder, evil: (folder / ".metadata").write_bytes(pickle.dumps(evil)),
+    "inside the metadata": lambda folder, evil: edit(folder, lambda x: setattr(x, "planner_data", evil)),
+    "before the metadata": lambda folder, evil: (folder / ".metadata").write_bytes(
+        pickle.dumps(evil)[:-1] + (folder / ".metadata").read_bytes()
+    ),
+    "as a value": as_a_value,
 }
-
-
-def poison(folder: Path, place: str, evil: Evil) -> None:
-    """Without a manifest, as from another program: the checksums would find it first."""
-    (folder / "functorch_shard.json").unlink()
-    PLACES[place](folder, evil)
 
 
 FILE = "__0_0.distcp"
@@ -240,7 +212,7 @@ def test_an_expanded_tensor_is_refused(tmp_path: Path) -> None:
 
 def on_storage(size: Any, stride: Any, offset: int = 0) -> Evil:
     storage = torch.ones(4)._typed_storage()
-    return Evil((_rebuild_tensor_v2, (storage, offset, size, stride, False, OrderedDict())))
+    return Evil(_rebuild_tensor_v2, (storage, offset, size, stride, False, OrderedDict()))
 
 
 def test_a_view_beyond_its_storage_is_refused(tmp_path: Path) -> None:
@@ -268,7 +240,7 @@ def nested(pair: Callable[[Any], Any]) -> bytes:
 
 KEYS = {
     "pairs": nested(lambda key: (key, key)),
-    "sizes": nested(lambda key: Evil((torch.Size, ((key, key),)))),
+    "sizes": nested(lambda key: Evil(torch.Size, ((key, key),))),
     "copies on the stack": b"\x80\x02}K\x01" + b"2\x86" * 60 + b"K\x01s.",
 }
 
@@ -449,17 +421,21 @@ def damage_all(runs: Path, outside: Path) -> dict[str, str]:
         return Path(shutil.copytree(runs / "good", runs / fault))
 
     for name in FILES:
-        for length in LENGTHS:
-            truncate(copy(f"{name} of length {length}", name) / name, length)
+        for part in PARTS:
+            file = copy(f"{part} of {name}", name) / name
+            os.truncate(file, min(ceil(part * file.stat().st_size), file.stat().st_size - 1))
         for seed in range(3):
             flip_a_bit(copy(f"{name} with bit {seed} flipped", name) / name, seed)
-        link_out(copy(f"{name} linked", name) / name, outside / name)
+        file = copy(f"{name} linked", name) / name
+        file.symlink_to(shutil.move(file, outside / name))
         if name != "functorch_shard.json":  # without it, it is the checkpoint of another program
             (copy(f"{name} missing", name) / name).unlink()
-    for place in PLACES:
-        for i in HOSTILE:
+    for place, put in PLACES.items():
+        for i, evil in enumerate(hostile(outside / "executed")):
             why = "'step'" if place == "as a value" else "nothing in it was executed"
-            poison(copy(f"hostile {i} {place}", why), place, hostile(outside / "executed")[i])
+            folder = copy(f"hostile {i} {place}", why)
+            (folder / "functorch_shard.json").unlink()  # as from another program: the checksums would find it first
+            put(folder, evil)
     return named
 
 
