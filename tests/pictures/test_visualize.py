@@ -60,20 +60,18 @@ def test_ranks_that_do_not_fit_are_counted_and_each_parameter_has_those_that_hol
     assert f"  1.weight  {holders[0]}-{holders[-1]} " in text
 
 
-def test_buffers_that_are_alike_are_shown_once_and_a_frozen_one_by_itself() -> None:
-    model = gpt()
-    model.get_submodule("blocks.3").requires_grad_(False)
-    text = fs.visualize(planned(8, model)).text(200)
-    assert "blocks.0: 8 shards of 3,120 float32; also 10 like it: blocks.1, blocks.2, ..., blocks.11" in text
-    assert "blocks.3/frozen: 8 shards of 3,120 float32, frozen\n" in text
-    assert text.count("1.weight") == 2
-
-
-def test_many_parameters_of_a_buffer_are_one_row_with_their_sum() -> None:
-    values = {f"p{i}": torch.zeros(4) for i in range(30)}
-    layout = fs.plan(values, fs.simulated_mesh(2), units=1 << 20)
-    row = next(line for line in fs.visualize(layout).text(80).splitlines() if line.startswith("  7 more"))
-    assert numbers(row.split()[2:]) == [0, 28]
+def test_alike_buffers_are_shown_once_and_frozen_ones_whole_ones_and_many_parameters_by_themselves() -> None:
+    model: Any = gpt()
+    model["blocks"][3].requires_grad_(False)
+    model["many"] = nn.ParameterList([torch.zeros(4) for _ in range(30)])
+    lines = fs.visualize(planned(8, model, ignored=["embed"])).text(200).splitlines()
+    assert "blocks.0: 8 shards of 3,120 float32; also 10 like it: blocks.1, blocks.2, ..., blocks.11" in lines
+    assert "blocks.3/frozen: 8 shards of 3,120 float32, frozen" in lines
+    assert sum("  1.weight " in line for line in lines) == 2
+    whole = lines.index("embed/whole: whole on each rank: 32,768 float32")
+    assert lines[whole + 1].split()[-8:] == ["32.8k"] * 8
+    (rest,) = (line.split() for line in lines if line.startswith("  7 more"))
+    assert sum(numbers(rest[2:])) == 28
 
 
 @pytest.mark.parametrize(
@@ -90,12 +88,6 @@ def test_replicas_are_the_ranks_with_the_same_place_on_the_shard_axis(axes: dict
     text = str(fs.visualize(planned(axes, two_layers())))
     assert groups in text
     assert ("replicas: column r is on" in text) == bool(groups)
-
-
-def test_what_each_rank_has_whole_is_in_every_column() -> None:
-    lines = fs.visualize(planned(3, ignored=["embed"])).text(80).splitlines()
-    title = lines.index("embed/whole: whole on each rank: 32,768 float32")
-    assert lines[title + 1].split()[-3:] == ["32.8k"] * 3
 
 
 def elements(text: str, tag: str) -> list[ElementTree.Element]:
