@@ -15,6 +15,7 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.testing import check_elementwise, run_ranks
 from tests.benchmarks.tools import command_line
+from tests.support.steps import by_shards, by_torch
 
 LIBRARIES = (
     "torch.optim",
@@ -74,51 +76,28 @@ def variants(cls: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
             yield {"lr": 1e-3, **extra} if "lr" in known else extra
 
 
-def values(seed: int, dtype: torch.dtype, whole: bool) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    scale = 0.1 + seed * 7 % 5
-    made = {
-        name: scale * torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name, shape in (MATRICES if whole else SHAPES).items()
-    }
-    return {name: x.to(dtype) for name, x in made.items()}
-
-
-def alone(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype, whole: bool
-) -> dict[str, Tensor]:
-    params = {name: x.requires_grad_() for name, x in values(0, dtype, whole).items()}
-    optimizer = cls(list(params.values()), **options)
-    for step in range(NUM_STEPS):
-        for name, grad in values(step + 1, dtype, whole).items():
-            params[name].grad = grad
-        optimizer.step()
-    return {name: x.detach() for name, x in params.items()}
-
-
-def sharded(mesh: fs.Mesh, opt: fs.Optimizer, dtype: torch.dtype) -> dict[str, Tensor]:
-    start = values(0, dtype, opt.whole)
-    params = fs.shard(start, fs.plan(start, mesh))
-    state = opt.init(params)
-    for step in range(NUM_STEPS):
-        params, state = opt.step(params, grads=fs.shard(values(step + 1, dtype, opt.whole), params.layout), state=state)
-    return dict(fs.gather(params, lazy=False))
+def values(seed: int, whole: bool) -> dict[str, Tensor]:
+    generator, scale = torch.Generator().manual_seed(seed), 0.1 + seed * 7 % 5
+    shapes = MATRICES if whole else SHAPES
+    return {n: scale * torch.randn(s, generator=generator, dtype=torch.float64) for n, s in shapes.items()}
 
 
 def tried(cls: type[torch.optim.Optimizer], options: dict[str, Any], mesh: fs.Mesh, whole: bool) -> str:
     """``refused: why``, or how far apart the two are in float64, in parts of the way from the start."""
+    of_step = partial(values, whole=whole)
+    start = of_step(0)
     try:
         if not whole:
             check_elementwise(cls, **options)
         opt = fs.optimizer(cls, whole=whole, elementwise=True, **options)
-        actual, expected = sharded(mesh, opt, torch.float64), alone(cls, options, torch.float64, whole)
+        actual = by_shards(opt, mesh, of_step, NUM_STEPS)
+        expected = by_torch(of_step, NUM_STEPS, (cls, start, options))
     except Exception as error:
         return (
             f"refused: {error}"
             if isinstance(error, (TypeError, AssertionError))
             else f"{type(error).__name__}: {error}"
         )
-    start = values(0, torch.float64, whole)
     moved = max(float((expected[name] - start[name]).abs().max()) for name in start)
     apart = max(float((expected[name] - actual[name]).abs().max()) for name in start)
     return f"equal: {apart / moved:.0e}" if apart <= 1e-6 * moved else f"WRONG: {apart / moved:.0e} of the way"

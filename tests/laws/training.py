@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from hashlib import sha256
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.func import functional_call, grad_and_value, vmap
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 
+tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
 NUM_STEPS = 5
 SAMPLES = 4
 # Powers of two: products with them are exact, so a fused multiply-add gives the bits of a product and a sum.
@@ -159,8 +161,8 @@ class Training:
 
     def add(self, loss: Tensor, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         self.losses.append(loss.detach().clone())
-        self.gradients.append({name: x.detach().clone() for name, x in gradients.items()})
-        self.parameters.append({name: x.detach().clone() for name, x in parameters.items()})
+        for series, tensors in ((self.gradients, gradients), (self.parameters, parameters)):
+            series.append({name: x.detach().clone() for name, x in tensors.items()})
 
 
 def reference(
@@ -205,7 +207,7 @@ def _emulated(
 
 def _one_by_one(fn: Callable[..., Any], *rows: Tensor) -> Any:
     results = [fn(*row) for row in zip(*rows, strict=True)]
-    return optree.tree_map(lambda *leaves: torch.stack(leaves), *results)
+    return tree_map(lambda *leaves: torch.stack(leaves), *results)
 
 
 # Whoever computes each rank by itself, and whoever computes all of them in one batch: a batched product of matrices in
@@ -265,11 +267,12 @@ def by_fully_shard(
     for x, y in case.batches(num_ranks, dtype):
         loss = case.loss(model(x.chunk(num_ranks)[rank]), y.chunk(num_ranks)[rank])
         loss.backward()
-        grads = {name: _local(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+        named: Any = [*model.named_parameters()]
+        grads = {name: p.grad.to_local() for name, p in named if p.requires_grad}
         opt.step()
         opt.zero_grad()
         torch.distributed.all_reduce(loss := loss.detach())
-        training.add(loss / num_ranks, grads, {name: _local(p) for name, p in model.named_parameters()})
+        training.add(loss / num_ranks, grads, {name: p.to_local() for name, p in named})
     return training
 
 
@@ -292,26 +295,16 @@ NUMBERS: dict[str, Numbers] = {
 
 def part_of_rank(training: Training, mesh: fs.Mesh) -> Training:
     """What FSDP2 has on this rank: one of nearly equal parts of the first dim."""
-    shard = mesh["shard"]
-
-    def part(x: Tensor) -> Tensor:
-        parts = x.chunk(shard.size)
-        return parts[mesh.coordinate[list(mesh.axes).index("shard")]]
-
-    return Training(
-        training.losses,
-        [{name: part(x) for name, x in step.items()} for step in training.gradients],
-        [{name: part(x) for name, x in step.items()} for step in training.parameters],
-    )
+    number, place = mesh["shard"].size, mesh.coordinate[list(mesh.axes).index("shard")]
+    both: Any = (training.gradients, training.parameters)
+    return Training(training.losses, *tree_map(lambda x: x.chunk(number)[place], both))
 
 
 def digest(training: Training) -> bytes:
     """Of all bits of gradients and parameters."""
-    result = sha256()
-    for step in (*training.gradients, *training.parameters):
-        for name in sorted(step):
-            result.update(step[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return result.digest()
+    both: Any = (training.gradients, training.parameters)
+    every: Any = [x.view(-1).view(torch.uint8) for x in optree.tree_leaves(both)]
+    return sha256(torch.cat(every).numpy().tobytes()).digest()
 
 
 def assert_alike(actual: Training, expected: Training, rtol: float | None, atol: float | None) -> None:
@@ -321,10 +314,9 @@ def assert_alike(actual: Training, expected: Training, rtol: float | None, atol:
 
 
 def assert_same(actual: Training, expected: Training, rtol: float | None, atol: float | None) -> None:
-    for i in range(NUM_STEPS):
-        for name in ("gradients", "parameters"):
-            one, other = ({f"{name} {i}": getattr(side, name)[i]} for side in (actual, expected))
-            assert_trees_close(one, other, rtol=rtol, atol=atol)
+    for name, i in product(("gradients", "parameters"), range(NUM_STEPS)):
+        one, other = ({f"{name} {i}": getattr(side, name)[i]} for side in (actual, expected))
+        assert_trees_close(one, other, rtol=rtol, atol=atol)
     # the mean of the losses is for whoever looks on: its sum is in an order of its own
     assert_trees_close(actual.losses, expected.losses)
 
@@ -338,10 +330,6 @@ def assert_alive(training: Training) -> None:
             assert grad.abs().max() > 1e-4, name
     for before, after in zip(training.parameters, training.parameters[1:], strict=False):
         assert all(not torch.equal(before[name], after[name]) for name in training.gradients[0])
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local()
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,21 +22,11 @@ import functorch_shard as fs
 from functorch_shard.communication import Collective, Work, wrap
 from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.laws.training import Block
 
 Gather = Callable[..., fs.Full]
 at_once = partial(fs.gather, lazy=False)
 tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
-
-
-class Block(nn.Module):
-    """Two layers of an awkward width between them."""
-
-    def __init__(self, width: int, between: int) -> None:
-        super().__init__()
-        self.inp, self.out = nn.Linear(width, between), nn.Linear(between, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.inp(x).tanh())
 
 
 def blocks(num_blocks: int = 4, dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -10,6 +10,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support import homemade
+from tests.support.steps import by_torch
 
 # A matrix in several shards, several in one, one of one element; vectors, a scalar, an empty one for another class.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -77,15 +78,9 @@ def trained(
 def unsharded(case: str, num_steps: int = NUM_STEPS, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """The same by torch."""
     cls, options = CASES[case]
-    params = {name: x.requires_grad_() for name, x in values(dtype=dtype).items()}
-    both = [[x for name, x in params.items() if is_whole(name) == whole] for whole in (True, False)]
-    optimizers: list[Any] = [cls(both[0], **options), torch.optim.AdamW(both[1], **REST)]
-    for i in range(num_steps):
-        for name, grad in values(i + 1, dtype).items():
-            params[name].grad = grad
-        for each in optimizers:
-            each.step()
-    return {name: x.detach() for name, x in params.items()}
+    whole, rest = ([name for name in SHAPES if is_whole(name) == wanted] for wanted in (True, False))
+    groups = (cls, whole, options), (torch.optim.AdamW, rest, REST)
+    return by_torch(lambda i: values(i, dtype), num_steps, *groups)
 
 
 def assert_unsharded(full: Any, case: str, num_steps: int = NUM_STEPS, dtype: torch.dtype = torch.float64) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optree
@@ -77,21 +77,47 @@ def run(opt: fs.Optimizer, layout: fs.Layout, num_steps: int = NUM_STEPS, wrap: 
     return params
 
 
+def by_torch(
+    values: Callable[[int], dict[str, Tensor]],
+    num_steps: int,
+    *groups: tuple[Any, Iterable[str], dict[str, Any]],
+    lr: Callable[[int], float] | None = None,
+) -> dict[str, Tensor]:
+    """Plain parameters after some steps, from ``values(0)`` with gradients ``values(1)`` and on.
+
+    A group has a class, the names that it updates, and its options; ``lr`` is a factor for each step.
+    """
+    params = {name: x.clone().requires_grad_() for name, x in values(0).items()}
+    optimizers = [cls([params[name] for name in names], **options) for cls, names, options in groups]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lr) for each in optimizers] if lr else []
+    for each in optimizers:
+        getattr(each, "train", list)()
+    for i in range(num_steps):
+        for name, grad in values(i + 1).items():
+            params[name].grad = grad
+        for each in (*optimizers, *schedules):
+            each.step()
+    return {name: x.detach() for name, x in params.items()}
+
+
+def by_shards(
+    opt: fs.Optimizer, mesh: fs.Mesh, values: Callable[[int], dict[str, Tensor]], num_steps: int
+) -> dict[str, Tensor]:
+    """The same on a mesh."""
+    params = fs.shard(values(0), fs.plan(values(0), mesh))
+    state = opt.init(params)
+    for i in range(num_steps):
+        params, state = opt.step(params, grads=fs.shard(values(i + 1), params.layout), state=state)
+    return dict(fs.gather(params, lazy=False))
+
+
 def stock(
     case: str, num_steps: int = NUM_STEPS, lr: Callable[[int], float] | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """The same by torch, on plain parameters."""
+    """The same as :func:`run` by torch, on plain parameters."""
     cls, options = CASES[case]
-    params = {name: x.to(device).requires_grad_() for name, x in values().items()}
-    optimizer: Any = cls(params.values(), **options)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr) if lr else None
-    for i in range(num_steps):
-        for name, grad in values(i + 1).items():
-            params[name].grad = grad.to(device)
-        optimizer.step()
-        if schedule:
-            schedule.step()
-    return {name: x.detach() for name, x in params.items()}
+    there = lambda i: {name: x.to(device) for name, x in values(i).items()}  # noqa: E731
+    return by_torch(there, num_steps, (cls, SHAPES, options), lr=lr)
 
 
 def optimizer(case: str, **more: Any) -> fs.Optimizer:

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from tests.referees.programs.curvature import made
 from tests.referees.programs.torchopt import own
 from tests.referees.referee import Referee, Where
+from tests.support.steps import by_shards, by_torch
 
 
-def gradients(seed: int) -> dict[str, Tensor]:
-    """Given, and not computed: some classes amplify the rounding of a mean over ranks, SOAP by its eigenvectors."""
+def values(seed: int) -> dict[str, Tensor]:
+    """Gradients are given, and not computed: some classes amplify the rounding of a mean over ranks, as SOAP does."""
     torch.manual_seed(seed)
-    return {name: torch.randn_like(p) for name, p in own().items()}
+    return {name: torch.randn_like(p) for name, p in own().items()} if seed else own()
 
 
 def stepped(
@@ -27,21 +27,9 @@ def stepped(
     """Parameters after three steps of a class of a package."""
     cls = getattr(import_module(package), kind)
     if isinstance(where, int):
-        params = {name: torch.nn.Parameter(p.clone()) for name, p in own().items()}
-        optimizer = cls([*params.values()], **options)
-        getattr(optimizer, "train", list)()
-        for seed in range(3):
-            grads = gradients(seed)
-            for name, p in params.items():
-                p.grad = grads[name]
-            optimizer.step()
-        return {"parameters": params}
-    optimizer = fs.optimizer(cls, whole=whole, elementwise=elementwise, **options)
-    params = fs.shard(made(), layout := fs.plan(made(), where))
-    state = optimizer.init(params)
-    for seed in range(3):
-        params, state = optimizer.step(params, grads=fs.shard(gradients(seed), layout), state=state)
-    return {"parameters": fs.gather(params, lazy=False)}
+        return {"parameters": by_torch(values, 3, (cls, own(), options))}
+    opt = fs.optimizer(cls, whole=whole, elementwise=elementwise, **options)
+    return {"parameters": by_shards(opt, where, values, 3)}
 
 
 def of(kind: str, package: str = "pytorch_optimizer", refused: str = "", **options: Any) -> Referee:
