@@ -37,7 +37,7 @@ def of(kind: str, package: str = "pytorch_optimizer", refused: str = "", **optio
     return Referee(package, name, partial(stepped, package=package, kind=kind, **options), refused=refused)
 
 
-UNKNOWN = "not a class of torch.optim that is known to update each element by itself"
+UNKNOWN = "it is not known to update each element by itself"
 REFEREES = [
     *(of(kind, elementwise=True, lr=0.05) for kind in ("Lion", "Tiger", "AdaBelief", "AdEMAMix")),
     *(of(kind, lr=0.05, refused=UNKNOWN) for kind in ("NovoGrad", "Lamb", "Prodigy")),
