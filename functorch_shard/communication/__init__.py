@@ -1,19 +1,16 @@
 """Communication taken apart: what ``mesh.with_backend`` puts before ranks, to count, check or leave out collectives.
 
 Every collective goes through :meth:`Axis.issue`, which describes it once, as a :class:`Collective`, and hands it to the
-backend of the axis. A :class:`Backend` has one method that moves bytes, ``issue(op, x)``, which returns a
-:class:`Work`. :meth:`Mesh.with_backend` makes a handle of the same ranks with functions before the backends: what was
-passed last is asked first, so ``mesh.with_backend(skip("psum")).with_backend(counter)`` counts what the program issues,
-and a counter that stands behind ``skip`` counts what is really sent.
+backend of the axis, whose one method that moves bytes, ``issue(op, x)``, returns a :class:`Work`.
+:meth:`Mesh.with_backend` puts functions before it. What was passed last is asked first: in
+``mesh.with_backend(skip("psum")).with_backend(counter)`` the counter sees what the program issues.
 
-Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, write a function
-``(op, x, send) -> Work`` and pass ``wrap(function)``, or a backend of your own, before any wrap. Whatever it does,
-derivatives are those of the true collectives, whose transposes go through it as well.
+Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, pass
+``wrap(function)``, or before any wrap a backend of your own. Derivatives are those of the true collectives.
 
-Here bytes move between the ranks of one axis. ``collective``, ``backend``: the interface; ``simulated``,
-``process_group``: the backends, beside those of the packages ``gloo`` and ``sequential``; ``wrappers`` count and skip;
-``recorded``: what tracers record. Imports ``torch_internals``, ``errors`` and ``containers`` alone; imported by
-``gloo``, ``mesh`` and above.
+``collective``, ``backend``: the interface; ``simulated``, ``process_group``: the backends, beside ``gloo`` and
+``sequential``; ``wrappers`` count and skip; ``recorded``: what tracers record. Imports ``torch_internals``, ``errors``
+and ``containers`` alone; imported by ``gloo``, ``mesh`` and above.
 """
 
 from __future__ import annotations
@@ -27,16 +24,7 @@ from .collective import Collective
 if TYPE_CHECKING:
     from .wrappers import Counter, Traffic, skip
 
-__all__ = [
-    "Backend",
-    "Collective",
-    "Counter",
-    "Finished",
-    "Traffic",
-    "Work",
-    "skip",
-    "wrap",
-]
+__all__ = ["Backend", "Collective", "Counter", "Finished", "Traffic", "Work", "skip", "wrap"]
 
 
 def __getattr__(name: str) -> Any:

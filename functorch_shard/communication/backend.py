@@ -69,8 +69,7 @@ class Work:
         return self
 
     def __del__(self) -> None:
-        # The result is not needed (a part of the model was skipped, or an error was thrown): other ranks still send it,
-        # and its memory must outlive that.
+        # Other ranks still send a result that is not needed, and its memory must outlive that.
         handles = getattr(self, "_handles", ())  # a compiler that traces may make one without __init__
         if handles and self._abandon:
             self._abandon()

@@ -20,16 +20,8 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # What gloo can send; other dtypes (float8, unsigned 16 to 64 bits, complex) are sent as their bytes.
-_SENDABLE = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-}
+_SENDABLE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_SENDABLE |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -57,17 +49,18 @@ class GroupBackend(Backend):
         out = torch.empty((self.size, *x.shape), dtype=op.dtype, device=op.device or x.device)
         out[self.rank].copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
         rows = as_sendable(out)
-        return self._move(lambda: out.flatten(0, 1), out, _gather_into, rows.flatten(0, 1), rows[self.rank])
+        return self._move(out.flatten(0, 1), _gather_into, rows.flatten(0, 1), rows[self.rank])
 
     _exchange = _all_gather
 
     def _psum_scatter(self, op: Collective, x: Tensor) -> Work:
-        rows = as_real(x.contiguous())
+        rows = x.resolve_conj().contiguous()
         out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
-        return self._move(lambda: from_real(out, x.dtype), out, _scatter_into, out, rows)
+        both = (torch.view_as_real(out), torch.view_as_real(rows)) if x.is_complex() else (out, rows)
+        return self._move(out, _scatter_into, *both)
 
     def _psum(self, op: Collective, x: Tensor) -> Work:
-        return self._all_reduce(as_real(x), dist.ReduceOp.SUM).then(lambda total: from_real(total, x.dtype))
+        return self._all_reduce(x.resolve_conj(), dist.ReduceOp.SUM)
 
     def _pmax(self, op: Collective, x: Tensor) -> Work:
         if not x.is_floating_point():
@@ -79,19 +72,17 @@ class GroupBackend(Backend):
 
     def _broadcast(self, op: Collective, x: Tensor) -> Work:
         out = x.clone(memory_format=torch.contiguous_format)
-        return self._move(lambda: out, out, dist.broadcast, as_sendable(out), group_src=op.source)
+        return self._move(out, dist.broadcast, as_sendable(out), group_src=op.source)
 
     def _all_reduce(self, x: Tensor, op: Any) -> Work:
         out = x.clone(memory_format=torch.contiguous_format)
-        return self._move(lambda: out, out, dist.all_reduce, out, op)
+        return self._move(out, dist.all_reduce, out, op)
 
-    def _move(
-        self, finish: Callable[[], Tensor], out: Tensor, call: Callable[..., Any], *args: Any, **options: Any
-    ) -> Work:
+    def _move(self, out: Tensor, call: Callable[..., Any], *args: Any, **options: Any) -> Work:
         """Start a collective of torch that writes to ``out``; one without elements sends nothing."""
         if not out.numel():
-            return Finished(finish())
-        return _sent(finish, call(*args, group=self.group, async_op=True, **options), out)
+            return Finished(out)
+        return _sent(lambda: out, call(*args, group=self.group, async_op=True, **options), out)
 
     def _send_parts(self, op: Collective, x: Tensor) -> Work:
         """Any kind that torch has no collective for, by its law."""
@@ -170,16 +161,6 @@ def as_bytes(x: Tensor) -> bytes:
     return string_at(x.data_ptr(), x.nbytes)
 
 
-# Dtypes in which numbers are sent where a library cannot do it in their own.
-
-
 def as_sendable(x: Tensor) -> Tensor:
+    """``x`` in a dtype that a library can send: its bytes, unless it can send its own."""
     return x if x.dtype in _SENDABLE else x.unsqueeze(-1).view(torch.uint8)
-
-
-def as_real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
-def from_real(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.view_as_complex(x) if dtype.is_complex else x

@@ -1,12 +1,11 @@
 """Ranks inside this process: a collective is arithmetic on the values of all of them.
 
-While they run, ``torch.distributed`` has a default process group of their number, which refuses collectives. Without it
-a program that asks ``is_initialized()`` would take itself for the only process. On ranks that run one after the other
-``get_rank()`` is the rank; inside of a vmap over all ranks it is 0, since torch's own loggers ask for it.
+While they run, ``torch.distributed`` has a default process group of their number, which refuses collectives: a program
+that asks ``is_initialized()`` would take itself for the only process. On sequential ranks ``get_rank()`` is the rank;
+on batched ones it is 0, since torch's own loggers ask for it.
 
-Writes into what simulated ranks gathered are found and refused. On real ranks a lazy parameter refuses to be written
-to; here parameters are plain tensors in one memory, and a write, through ``.data`` or without grad, would act until the
-end of the function and never reach the shards.
+Writes into what simulated ranks gathered are refused, as lazy parameters of real ranks refuse them: one through
+``.data`` or without grad would act until the end of the function and never reach the shards.
 """
 
 from __future__ import annotations
@@ -90,10 +89,7 @@ def axes_over(x: Tensor) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StackedBackend(Backend):
-    """Simulated ranks: values of all ranks in dim 0, as the vmap rules of ``collectives`` see them.
-
-    A joint axis has the ranks of several, outermost first. A collective comes here at the innermost of their levels.
-    """
+    """Batched ranks of one axis, or of several as one, outermost first; collectives come at the innermost level."""
 
     size: int
     ranks: tuple[Index, ...] = field(repr=False)

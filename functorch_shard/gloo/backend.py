@@ -269,8 +269,6 @@ class Guard:
 
     def call(self, op: Collective, numel: int) -> Call:
         """Return the next collective; what ``op`` is on ``numel`` elements is the same on all ranks, or it raises."""
-        if self.is_sending:
-            self.error = self.error or INTERRUPTED
         while (unverified := [*self.unverified]) and unverified[0].arrived.done():
             self.verify(unverified[0])
         self._refuse()

@@ -7,6 +7,7 @@ is refused.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -263,10 +264,10 @@ class _SharedModules:
     """
 
     def __init__(self) -> None:
-        self._inside: dict[int, list[tuple[nn.Module, list[int]]]] = {}
+        self._inside = defaultdict[int, list[nn.Module]](list)
         self._held: dict[int, dict[nn.Module, list[Tensor]]] = {}  # of each rank that waits inside: tensors by module
         self._modes = WeakKeyDictionary[nn.Module, dict[int, bool]]()  # at the first call of each rank
-        self._writers: dict[int, tuple[int, Tensor]] = {}  # by the id of a buffer
+        self._buffers: dict[int, tuple[int, int, Tensor]] = {}  # by id: who used it first, and its version then
 
     @contextmanager
     def watched(self, rank: Callable[[], int]) -> Iterator[None]:
@@ -284,12 +285,10 @@ class _SharedModules:
         del self._held[rank]
 
     def end(self, rank: int) -> None:
-        inside = {part for module, _ in self._inside.get(rank, ()) for part in module.modules()}
-        self._held[rank] = {module: _tensors(module) for module in inside}
+        self._held[rank] = {part: _tensors(part) for module in self._inside[rank] for part in module.modules()}
 
     def _enter(self, rank: int, module: nn.Module) -> None:
-        versions = [version_of(x) for x in module.buffers(recurse=False)]
-        self._inside.setdefault(rank, []).append((module, versions))
+        self._inside[rank].append(module)
         for other, held in self._held.items():
             if any(part in held and _is_replaced(part, held[part]) for part in module.modules()):
                 raise RuntimeError(
@@ -305,13 +304,10 @@ class _SharedModules:
             )
 
     def _leave(self, rank: int, module: nn.Module) -> None:
-        inside = self._inside[rank]
-        _, before = inside.pop(max(i for i, (other, _) in enumerate(inside) if other is module))
-        # a normalization writes to its statistics without counting
-        always = module.training and getattr(module, "track_running_stats", False)
-        for (name, x), version in zip(module.named_buffers(recurse=False), before, strict=False):
-            written = always or version_of(x) != version
-            if written and self._writers.setdefault(id(x), (rank, x))[0] != rank:
+        self._inside[rank].remove(module)
+        for name, x in module.named_buffers(recurse=False):
+            first, version, _ = self._buffers.setdefault(id(x), (rank, version_of(x), x))
+            if first != rank and version != version_of(x):
                 raise RuntimeError(f"ranks write to the buffer {name!r} of {type(module).__name__}. {_BIND}")
 
 

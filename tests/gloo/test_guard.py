@@ -144,7 +144,7 @@ def test_after_an_exception_while_something_is_sent_every_collective_is_refused(
     with pytest.raises(MemoryError):
         guard.next().post()
     with pytest.raises(RuntimeError) as refused:
-        guard.next()
+        guard.next().post()
     assert str(refused.value) == INTERRUPTED
 
 

@@ -347,9 +347,7 @@ class Wrapping(nn.Module):
 def test_a_model_that_writes_to_its_buffers_is_refused_unless_they_are_given(norm: nn.Module) -> None:
     mesh, x = mesh_of(), torch.arange(36.0).view(3, 3, 2, 2)
     x = x[..., 0] if isinstance(norm, nn.BatchNorm1d) else x
-    assert "ranks write to the buffer 'running_mean'" in refused(
-        mesh.spmd(lambda x: functional_call(norm, {}, (x,))), x
-    )
+    assert "ranks write to the buffer" in refused(mesh.spmd(lambda x: functional_call(norm, {}, (x,))), x)
     mesh.spmd(lambda x: fs.bind(norm, {})(x))(x)
     own, buffers = dict(norm.named_parameters()), dict(norm.named_buffers())
     statistics = mesh.spmd(lambda x: fs.apply(norm, own, buffers, x)[1]["running_mean"])(x)
