@@ -137,8 +137,6 @@ def _joined(shard_axis: str | Sequence[str], mesh: Mesh) -> str:
     """The name of one axis, or of several joined ones, without those that the mesh lacks."""
     if isinstance(shard_axis, str):
         return shard_axis
-    if not isinstance(shard_axis, Sequence) or not shard_axis or not all(isinstance(name, str) for name in shard_axis):
-        raise TypeError(f"plan: shard_axis: got {shard_axis!r}, expected the name of an axis, or of several")
     return ",".join([name for name in shard_axis if name in mesh.axes] or shard_axis)
 
 
@@ -251,8 +249,6 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
         return dict.fromkeys(tensors, "")
     if callable(labels):
         label_of = {name: labels(name, tensor) or "" for name, tensor in tensors.items()}
-    elif not isinstance(labels, Mapping):
-        raise TypeError(f"plan: labels: got {type(labels).__name__}, expected a mapping name -> label or a callable")
     else:
         label_of = dict(labels)
     problems = [f"{name!r}: labelled, but no such parameter" for name in label_of if name not in tensors]

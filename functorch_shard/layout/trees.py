@@ -22,7 +22,7 @@ from ..errors import name_problems, reject, table
 from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import GLOBAL_NAMESPACE, torch_pytree
-from .layout import Layout, axis_sizes
+from .layout import Layout, rank_dims
 
 Node = TypeVar("Node", "Sharded", "Full")
 _OF_TORCH_SAVE = 2
@@ -153,7 +153,7 @@ def rows_here(x: Tensor, mesh: Mesh) -> dict[int, Tensor]:
 
 def is_number(x: Tensor, layout: Layout) -> bool:
     """Whether ``x`` is one number for its whole buffer, as a step count is, and not a shard."""
-    return x.ndim == (len(layout.axes) if layout.mesh.is_simulated else 0)
+    return x.ndim == len(rank_dims(layout))
 
 
 def participants_of(tree: Any) -> Mesh:
@@ -179,7 +179,7 @@ def check_shards(verb: str, shards: Mapping[str, Any], layout: Layout, *, gradie
 
     ``gradients`` may have another precision than the buffer, or be ``None``.
     """
-    ranks = () if layout.mesh.in_spmd else axis_sizes(layout)
+    ranks = rank_dims(layout)
     problems = [] if shards.keys() == layout.buffers.keys() else name_problems(shards, layout.buffers)
     for key, x in shards.items():
         buffer = layout.buffers.get(key)

@@ -102,18 +102,12 @@ class Lazy(Tensor):
         return Lazy(self._session, self._buffers, Place(place.buffer, shape, strides, offset, place.dtype, place.start))
 
     def _as_strided(self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
-        """A copy of elements of its parameter; as_strided counts from the start of memory."""
-        place = self._place
-        offset = place.offset if storage_offset is None else place.start + storage_offset
-        slots = self._buffers.part.buffers[place.buffer].slots
-        slot = next(x for x in slots if x.offset == place.start and x.numel)
-        last = offset - place.start + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        whole = self._session.data(self._buffers, place.buffer)
-        if whole.ndim == 1 and 0 not in size and last >= slot.numel:
-            raise RuntimeError(
-                f"as_strided: element {last} of a parameter of {slot.numel}: {slot.name}, {tuple(place.shape)}"
-            )
-        return whole.clone().as_strided(size, stride, offset)
+        """A copy of elements of its parameter, in whose memory as_strided counts."""
+        start, buffer = self._place.start, self._buffers.part.buffers[self._place.buffer]
+        numel = max(slot.numel for slot in buffer.slots if slot.offset == start)
+        whole = self._session.data(self._buffers, self._place.buffer).flatten()  # one after the other, if of a batch
+        own = whole[start : start + whole.numel() - buffer.numel + numel].clone()
+        return own.as_strided(size, stride, self.storage_offset() if storage_offset is None else storage_offset)
 
     def _form(self) -> Tensor:
         """Its shape, dtype and device, over one element of memory where strides say no more than the shape."""

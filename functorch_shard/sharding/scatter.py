@@ -32,11 +32,6 @@ def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout
     return across(total, schedule) if mean else total
 
 
-def reduced_and_cast(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
-    """The mean in the dtype to return: the stored one, or with ``keep_low_precision_grads`` the reduction's."""
-    return scattered(grads, buffer, layout, mean=True).to(layout.schedules[buffer.key, None].returned)
-
-
 def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Tensor]:
     """The gradients of ``buffer`` alone, with zeros for what is ``None``."""
     given = [(grad, batch_of(grad, slot)) for slot in buffer.slots if (grad := grads[slot.name]) is not None]
@@ -97,9 +92,11 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         grads = local_grads(grads, layout)
     device = layout.mesh.device
     parts = {name: to_working_device(x, device) if isinstance(x, Tensor) else x for name, x in grads.items()}
-    return Sharded(
-        {key: reduced_and_cast(parts, b, layout) if b.trainable else None for key, b in layout.buffers.items()}, layout
-    )
+    made = dict[str, Tensor | None]()
+    for key, buffer in layout.buffers.items():
+        returned = layout.schedules[key, None].returned
+        made[key] = scattered(parts, buffer, layout, mean=True).to(returned) if buffer.trainable else None
+    return Sharded(made, layout)
 
 
 @eager
@@ -119,7 +116,6 @@ def accumulate(total: Tree | None, grads: Tree) -> Tree:
         ``grads``. ``None`` counts as zeros.
 
     Raises:
-        TypeError: ``grads`` is neither a ``Full`` nor a ``Sharded``, or ``total`` is not of the class of ``grads``.
         ValueError: sharded gradients have another layout than their ``total``.
 
     Cost:
@@ -132,12 +128,8 @@ def accumulate(total: Tree | None, grads: Tree) -> Tree:
         >>> accumulate(accumulate(None, large), small)["w"]    # 256 in bfloat16
         tensor([257.])
     """
-    if not isinstance(grads, (Full, Sharded)):
-        raise TypeError(f"accumulate: grads: got {type(grads).__name__}, expected a Full or a Sharded of gradients.")
     if total is None:
         total = type(grads)(dict.fromkeys(grads), grads.layout)
-    if type(total) is not type(grads):
-        raise TypeError(f"accumulate: total: got {type(total).__name__}, but grads is a {type(grads).__name__}.")
     if isinstance(grads, Sharded) and total.layout != grads.layout:  # full gradients are by name in any layout
         mine, theirs = first_difference(lines_of(total.layout), lines_of(grads.layout)) or ("", "")
         raise ValueError(f"accumulate: total and grads have different layouts: {mine} and {theirs}")

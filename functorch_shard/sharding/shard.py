@@ -50,10 +50,9 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
         padding. On a simulated mesh: of all ranks, stacked, with one leading rank dim per axis.
 
     Raises:
-        TypeError: ``source`` is already sharded, ``layout`` is not a layout, or ``from_rank`` not an int.
+        TypeError: ``source`` is already sharded, or ``layout`` is not a layout.
         ValueError: names, shapes or dtypes that do not fit, or meta tensors on a mesh of another device; all of them at
-            once. Or there is no rank
-            ``from_rank``. With it, and of a module, an error on one real rank comes on all.
+            once. Or there is no rank ``from_rank``. With it, and of a module, an error on one real rank comes on all.
         NotImplementedError: the result is differentiated by ``source``: in backward, or in forward mode here.
         RuntimeError: a module has other values on another rank: on all ranks, with the first parameter that differs. Or
             the ranks disagree about ``from_rank``.
@@ -187,8 +186,6 @@ def _checked(source: Any, layout: Layout) -> dict[str, Tensor]:
 def _of_source(source: Any, layout: Layout, from_rank: int) -> dict[str, Tensor]:
     """What this rank sends: nothing, unless it is the source."""
     mesh = layout.mesh
-    if not isinstance(from_rank, int) or isinstance(from_rank, bool):
-        raise TypeError(f"shard: from_rank: got {from_rank!r}, expected the number of a rank, or None")
     if not 0 <= from_rank < mesh.size:
         raise ValueError(f"shard: from_rank: got {from_rank}, expected 0 <= from_rank < {mesh.size}, a rank of {mesh}")
     return _checked(source, layout) if mesh.is_simulated or mesh.rank == from_rank else {}

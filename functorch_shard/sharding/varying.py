@@ -21,10 +21,10 @@ from torch import Tensor
 from ..communication.collective import Collective, RecordMode
 from ..communication.simulated import RUN, axes_over
 from ..containers import opened, place
-from ..layout.layout import rank_dims
-from ..layout.trees import Sharded
+from ..layout.trees import Sharded, is_number
 from ..torch_internals.autograd import NO_PASS, WATCHER, backward_pass, levels
-from ..torch_internals.tensors import batch_levels, is_number
+from ..torch_internals.tensors import batch_levels
+from ..torch_internals.tensors import is_number as is_plain_number
 from .shard import copy_dims
 
 Axes = tuple[str, ...]
@@ -264,7 +264,7 @@ def _typed(issued: tuple[Collective, _Frame | None]) -> Issued:
 
 
 def _meta(x: Any) -> Any:
-    return x.detach().to("meta") if isinstance(x, Tensor) and not (x.is_meta or is_number(x)) else x
+    return x.detach().to("meta") if isinstance(x, Tensor) and not (x.is_meta or is_plain_number(x)) else x
 
 
 def _with_one_copy(tree: Any, put: Callable[[Any], Any]) -> Any:
@@ -274,7 +274,7 @@ def _with_one_copy(tree: Any, put: Callable[[Any], Any]) -> Any:
         x = tree[key]
         if x is None:
             return None
-        number = _is_number(key, tree)
+        number = is_number(x, tree.layout)
         x = x if number else put(x)
         for dim in range(x.ndim) if number else copy_dims(tree.layout.buffers[key], tree.layout):
             x = x.select(dim, 0).unsqueeze(dim).expand(x.shape)
@@ -286,17 +286,12 @@ def _with_one_copy(tree: Any, put: Callable[[Any], Any]) -> Any:
     return optree.tree_map(of_leaf, opened(tree), is_leaf=lambda x: isinstance(x, Sharded), none_is_leaf=True)
 
 
-def _is_number(key: str, tree: Sharded) -> bool:
-    """Return whether a leaf is one number for a buffer, as that of the steps of an optimizer, and no shard."""
-    return tree[key].ndim == len(rank_dims(tree.layout))
-
-
 def _drifting(result: Any) -> Iterator[str]:
     """Yield a line for each buffer of a result whose copies vary."""
     paths, leaves, _ = optree.tree_flatten_with_path(result, is_leaf=lambda x: isinstance(x, Sharded))
     for path, tree in zip(paths, leaves, strict=True):
         for key, x in tree.items() if isinstance(tree, Sharded) else ():
-            if x is not None and not _is_number(key, tree):
+            if x is not None and not is_number(x, tree.layout):
                 copies = [[*tree.layout.mesh.axes][dim] for dim in copy_dims(tree.layout.buffers[key], tree.layout)]
                 if over := [name for name in axes_over(x) if name in copies]:
                     yield f"result{place(path)}: buffer {key!r} varies over {_text(over)}, where ranks have copies"

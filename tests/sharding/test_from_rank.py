@@ -64,8 +64,6 @@ def test_a_rank_that_is_none_is_refused() -> None:
     for rank in (-1, 6):
         text = refused(fs.shard, two_layers(), layout, from_rank=rank)
         assert f"shard: from_rank: got {rank}, expected 0 <= from_rank < 6" in text
-    for wrong in ("0", True, 0.0, torch.tensor(1)):
-        assert "TypeError: shard: from_rank: got" in refused(fs.shard, two_layers(), layout, from_rank=wrong)
     assert "source: got NoneType" in refused(fs.shard, None, layout, from_rank=0)
     assert "source: got NoneType" in refused(fs.shard, None, layout)
 

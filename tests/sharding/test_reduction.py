@@ -18,7 +18,6 @@ from functorch_shard.communication import Backend, Collective, Finished, Work
 from functorch_shard.gloo.backend import SMALL_MESSAGE
 from functorch_shard.layout.buffers import pack
 from functorch_shard.sharding.reduction import Part, Reductions
-from functorch_shard.sharding.scatter import reduced_and_cast
 from functorch_shard.testing import assert_trees_close
 from tests.support.ranks import Ranks, gloo
 
@@ -82,7 +81,7 @@ def both_ways(grads: Any, layout: fs.Layout) -> tuple[Tensor, Tensor]:
     (buffer,) = layout.buffers.values()
     reductions = Reductions()
     started(reductions, grads, layout)
-    return reduced_and_cast(grads, buffer, layout), waited(reductions, buffer.key)
+    return fs.scatter_grads(grads, layout)[buffer.key], waited(reductions, buffer.key)
 
 
 def reduced(mesh: fs.Mesh) -> dict[str, tuple[Tensor, Tensor]]:

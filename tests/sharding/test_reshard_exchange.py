@@ -6,7 +6,6 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import functorch_shard as fs
 from functorch_shard.sharding.reshard import copy_plan
 from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.sharding.test_resharding import mapped, same_bits
 from tests.support.models import awkward, two_layers
 from tests.support.ranks import HYBRID, Ranks, gloo, slow
 from tests.support.refusals import text_of
@@ -42,15 +42,6 @@ def values() -> dict[str, Tensor]:
     }
 
 
-def mapped(fn: Any, tree: Any) -> Any:
-    return optree.tree_map(fn, tree)
-
-
-def same(a: fs.Sharded, b: fs.Sharded) -> bool:
-    alike = list(a) == list(b) and all((a[key].shape, a[key].dtype) == (b[key].shape, b[key].dtype) for key in a)
-    return alike and all(torch.equal(a[key].view(torch.uint8), b[key].view(torch.uint8)) for key in a)
-
-
 Sent = tuple[int, int, int, int]  # bytes and exchanges: counted, planned, counted, planned
 
 
@@ -67,7 +58,7 @@ def moves(mesh: fs.Mesh) -> tuple[list[Any], dict[Any, Sent]]:
             with count_collectives() as seen:
                 moved = fs.reshard(expected[old_name], new)
             case = (type(source).__name__, old_name, new_name)
-            wrong += [] if same(moved, expected[new_name]) else [case]
+            wrong += [] if same_bits(moved, expected[new_name]) else [case]
             sent[case] = seen.nbytes("send"), planned_bytes(old, new), seen["send"], planned_buffers(old, new)
     return wrong, sent
 
@@ -180,7 +171,7 @@ def on_a_part_of_the_world(world: fs.Mesh) -> list[bool]:
     assert meshes[2].processes == (1, 3, 2, 4)
     layouts = [fs.plan(model, mesh) for mesh in meshes]
     pairs = [(old, new) for old in layouts for new in layouts]
-    return [same(fs.reshard(fs.shard(model, old), new), fs.shard(model, new)) for old, new in pairs]
+    return [same_bits(fs.reshard(fs.shard(model, old), new), fs.shard(model, new)) for old, new in pairs]
 
 
 @pytest.mark.parametrize("ranks", gloo(5), ids=str)
