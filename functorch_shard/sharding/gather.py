@@ -96,6 +96,8 @@ def gather(
         One all-gather per buffer, each rank receiving ``(N - 1) / N`` of its bytes; lazy, one more in backward, but for
         the last two units of forward (and none with ``reshard_after_forward=False``). Backward: one reduce-scatter per
         buffer while it goes on, and one all-reduce of the shard where there are replicas.
+        Plain parameters take the memory of the whole until backward, on one rank too, where ``lazy=True`` takes that of
+        two units.
 
     Example:
         >>> mesh = fs.simulated_mesh(2)
