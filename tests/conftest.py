@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import sys
 from collections.abc import Generator
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
 import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _python_dispatch
 
 from tests.support.covering import mark_other_cases_slow
-from tests.support.fork_server import preload
 from tests.support.ranks import DEFAULT, Ranks
-from tests.support.torch_globals import NAMES, Globals
 
 # Files of few tests that take long.
 LONG = (
@@ -24,6 +29,30 @@ LONG = (
     "test_launching_on_ranks.py",
     "test_benchmarks.py",
     "test_lost_ranks_on_ranks.py",
+)
+
+
+# What processes that the server forks have loaded, so that a start takes a tenth of a second.
+PRELOADED = [
+    "functorch_shard.testing.processes",
+    "hypothesis",
+    "pytest",
+    "torch._decomp.decompositions_for_jvp",  # compiled by torch.jit when it is imported
+    "torch._dynamo",  # torch.func imports it when a transform is used first
+    "torch.distributed.device_mesh",
+    "torch.testing",
+]
+# Globals of torch's modules that its transforms, tracers and modes set while they run.
+GLOBALS = (
+    (eager_transforms, "JVP_NESTING"),  # how deep jvp is nested
+    (forward_ad, "_current_level"),  # -1 outside of forward mode
+    (_symbolic_trace, "CURRENT_PATCHER"),  # whose replacements Dynamo undoes
+    (_symbolic_trace, "_is_fx_tracing_flag"),
+    (proxy_tensor, "_CURRENT_MAKE_FX_TRACER"),
+    (proxy_tensor, "CURRENT_DECOMPOSITION_TABLE"),  # of torch 2.11 and before
+    (_python_dispatch, "_is_in_torch_dispatch_mode"),
+    (_python_dispatch, "_is_in_non_infra_torch_dispatch_mode"),
+    (_python_dispatch, "_is_in_any_mode_without_ignore_compile_internals"),
 )
 
 
@@ -51,7 +80,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> None:
     """Start the server of this process, at once, so that it loads while the first tests run."""
-    preload()
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -66,20 +97,25 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     return request.param
 
 
-def globals_of_torch() -> dict[str, Any]:
+def globals_of_torch() -> dict[Any, Any]:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     stance = getattr(getattr(dynamo, "_stance", None), "stance", "default")
-    return {"stance": stance, **{f"{module.__name__}.{name}": getattr(module, name) for module, name in NAMES}}
+    found = {(module, name): getattr(module, name) for module, name in GLOBALS if hasattr(module, name)}
+    return {"stance": stance, **found}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """A test that leaves one of torch's globals changed fails: under some of them torch.compile compiles nothing, and
     tests that run later in the same process would fail instead."""
-    before, at_end = globals_of_torch(), Globals()
+    before = globals_of_torch()
     try:
         return (yield)
     finally:
         after = globals_of_torch()
-        at_end.restore()
+        for module, name in before.keys() - {"stance"}:
+            setattr(module, name, before[module, name])
+        know: Any = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)
+        if know is not None:  # Dynamo's copy of one of them, since 2.13
+            know(_python_dispatch._is_in_any_mode_without_ignore_compile_internals)
         assert after == before, f"left behind: {after}, before: {before}"

@@ -48,11 +48,6 @@ def on_device(body: Callable[..., Any], *args: Any) -> Any:
     return report.result
 
 
-def one_rank(device: torch.device | str = DEVICE) -> fs.Mesh:
-    """A mesh of one rank on the device, without a process group."""
-    return fs.Mesh(tuple(fs.init_mesh(1, device="cpu")), torch.device(device))
-
-
 def streams(count: int) -> list[torch.Stream]:
     """Streams of the device."""
     return [torch.Stream(DEVICE) for _ in range(count)]

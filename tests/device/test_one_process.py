@@ -22,7 +22,8 @@ from functorch_shard.mesh.init import select_device
 from tests.device import nccl
 from tests.device.accelerator import load
 from tests.device.programs import BUFFERS, loss_of, stack, train
-from tests.device.ranks import DEVICE, on_device, on_stream, one_rank, reports, steps, streams
+from tests.device.ranks import DEVICE, on_device, on_stream, reports, steps, streams
+from tests.support.device_laws import one_rank
 
 
 def selected(device: str, local_rank: str | None) -> int:
@@ -149,7 +150,7 @@ def test_an_offloaded_step_waits_for_no_copy_of_a_unit(donate: bool) -> None:
 
 def copies_that_overlap() -> tuple[int, int]:
     """How many copies to the device are pending when a unit is used, and how many gradients when backward ends."""
-    _, params, _ = stack(one_rank())
+    _, params, _ = stack(one_rank(DEVICE))
     away = fs.offload(params, "cpu")
     full = fs.gather(away)
     before = load().stream(0)
@@ -166,7 +167,7 @@ def test_the_copy_of_the_next_unit_is_pending_while_one_is_used() -> None:
 
 def saved_on_another_stream() -> tuple[Tensor, Tensor]:
     weight = torch.arange(9.0).view(3, 3)
-    params = fs.shard({"w": weight}, fs.plan({"w": weight}, one_rank()))
+    params = fs.shard({"w": weight}, fs.plan({"w": weight}, one_rank(DEVICE)))
     opt = fs.optimizer(torch.optim.SGD, lr=1.0)
     (stream,) = streams(1)
     stream.wait_event(torch.accelerator.current_stream().record_event())

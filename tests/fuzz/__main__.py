@@ -2,12 +2,11 @@
 python -m tests.fuzz --seed 17 --show      # the program and its model as text
 python -m tests.fuzz --seed 17 --shrink    # the simplest program that is found with that outcome
 
-A program that does not end ends this one, with the stacks of all threads; the log has it.
+A program that does not end after --timeout seconds ends this one, with the stacks of all threads; the log has it.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.benchmarks.tools import command_line
 from tests.fuzz.programs import draw
 from tests.fuzz.running import Outcome, outcome_of, simplest
 
@@ -26,25 +26,18 @@ Job = tuple[int, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:100", help="from:to")
-    parser.add_argument("--seed", type=int, help="of one program")
-    parser.add_argument("--ranks", default=",".join(KINDS))
-    parser.add_argument("--log", type=Path, help="a file of outcomes; what it has is not run again")
-    parser.add_argument("--timeout", type=float, default=90.0, help="seconds, after which a program hangs")
-    parser.add_argument("--show", action="store_true")
-    parser.add_argument("--shrink", action="store_true")
-    chosen = parser.parse_args()
+    known: dict[str, Any] = {"seeds": "0:100", "seed": None, "ranks": ",".join(KINDS), "log": None}
+    chosen = command_line(__doc__, **known, timeout=90.0, show=False, shrink=False)
     torch.set_num_threads(1)
     first, last = map(int, chosen.seeds.split(":"))
-    seeds = range(first, last) if chosen.seed is None else [chosen.seed]
+    seeds = range(first, last) if chosen.seed is None else [int(chosen.seed)]
     jobs = [(seed, kind) for seed in seeds for kind in chosen.ranks.split(",")]
     if chosen.show:
         sys.stdout.writelines(f"{draw(seed)}\n{draw(seed).model()}\n" for seed in seeds)
     elif chosen.shrink:
         sys.stdout.writelines(f"{seed} {kind}: {shrunk(seed, kind)}\n" for seed, kind in jobs)
     else:
-        sys.stdout.write(report(run(jobs, chosen.log, chosen.timeout), jobs))
+        sys.stdout.write(report(run(jobs, chosen.log and Path(chosen.log), chosen.timeout), jobs))
 
 
 def shrunk(seed: int, kind: str) -> str:

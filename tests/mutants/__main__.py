@@ -1,17 +1,16 @@
-"""``python -m tests.mutants``: programs with one wrong collective each, and whether other ranks show it."""
+"""``python -m tests.mutants``: programs with one wrong collective each, and whether other ranks show it.
 
-import argparse
+``--only`` programs with a text in their name, one ``--every`` so many mutants, ``--processes`` programs at once.
+"""
+
 import sys
 
+from tests.benchmarks.tools import command_line
 from tests.mutants.programs import EQUIVALENT
 from tests.mutants.running import outcomes
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="programs whose name has this in it")
-    parser.add_argument("--every", type=int, default=1, help="one of so many mutants")
-    parser.add_argument("--processes", type=int, default=2, help="programs that run at once")
-    options = parser.parse_args()
+    options = command_line(__doc__, only="", every=1, processes=2)
     total = noticed = listed = failed = 0
     unused = {why for _, _, why in EQUIVALENT} if not options.only and options.every == 1 else set()
     for each in outcomes(options.only, options.every, processes=options.processes):

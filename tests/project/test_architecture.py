@@ -140,15 +140,6 @@ def test_a_package_says_what_each_of_its_modules_is() -> None:
         assert path.parent == PACKAGE or [name for name in sorted(modules) if f"``{name}``" not in doc] == [], path
 
 
-def test_a_note_is_where_it_is_said_to_be() -> None:
-    texts = {path: " ".join(path.read_text().split()) for path in PACKAGE.rglob("*.py")}
-    named = [found for text in texts.values() for found in re.findall(r"Note \[([^\]]+)\](?: in ([\w/.]+\.py))?", text)]
-    written = {(name, path.name) for path, text in texts.items() for name in re.findall(r"Note \[([^\]]+)\]:", text)}
-    assert len(written) >= 20
-    assert [name for name, _ in named if name not in {known for known, _ in written}] == []
-    assert [(name, place) for name, place in named if place and (name, Path(place).name) not in written] == []
-
-
 def test_only_communication_gloo_and_mesh_touch_torch_distributed_at_work() -> None:
     users = {
         module for module in MODULES if any(origin.startswith("torch.distributed") for origin, _ in imports(module))

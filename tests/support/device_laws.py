@@ -25,8 +25,9 @@ TWICE_THREE = {"replicate": 2, "shard": 3}
 ADAMW = fs.optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 
 
-def one_rank(device: torch.device) -> fs.Mesh:
-    return fs.Mesh(tuple(fs.init_mesh(device="cpu")), device)
+def one_rank(device: torch.device | str) -> fs.Mesh:
+    """Without a process group."""
+    return fs.Mesh(tuple(fs.init_mesh(1, device="cpu")), torch.device(device))
 
 
 def six_ranks(device: torch.device) -> fs.Mesh:
