@@ -133,45 +133,27 @@ def test_any_table_and_any_permutation_has_its_transpose(data: st.DataObject, n:
         torch.testing.assert_close((y * w).sum(), (x * pull(w)[0]).sum(), rtol=1e-12, atol=1e-12)
 
 
-def sent_by_each(mesh: fs.Mesh) -> dict[str, tuple[int, int]]:
-    """How many collectives of each kind, forward and backward, and the bytes that a rank sends in one, on average."""
-    found: dict[str, tuple[int, int]] = {}
-    n = mesh.size
-    for verb in VERBS:
-        options: Any = reference.OPTIONS[verb](n)
-        counter = fs.communication.Counter()
-        counted = mesh.with_backend(counter)
-        x = rows_of(mesh, torch.ones(n, 2 * n, 3, dtype=torch.float64))
-        with fs.testing.count_collectives() as seen:
-            counted.spmd(torch.func.grad(lambda x, v=verb, o=options, m=counted: VERBS[v](x, m["shard"], **o).sum()))(x)
-        number = counter["shard", verb].number
-        assert seen[verb] == number
-        found[verb] = number, counter["shard", verb].sent // number
-        found[f"{verb}, all"] = seen.total, counter.total.number
-    return found
-
-
-@pytest.mark.parametrize("ranks", [*simulated(3), *sequential(3), *gloo(3)], ids=str)
-def test_ranks_send_what_the_table_or_the_pairs_say_and_count_it_by_name(ranks: Ranks) -> None:
-    n, nbytes = ranks.size, 8 * 2 * ranks.size * 3
+@on_each([*simulated(3), *sequential(3), *gloo(3)])
+def test_ranks_send_what_the_table_or_the_pairs_say_and_count_it_by_name(mesh: fs.Mesh) -> None:
+    """The number of collectives, forward and backward, and the bytes that a rank sends in one, on average."""
+    n, nbytes = mesh.size, 8 * 2 * mesh.size * 3
     table = reference.OPTIONS["ragged_all_to_all"](n)["sizes"]
     to_others = sum(sum(row) - row[i] for i, row in enumerate(table))
-    assert (
-        ranks.run(sent_by_each)
-        == [
-            {
-                "all_to_all": (2, nbytes * (n - 1) // n),
-                "all_to_all, all": (2, 2),
-                "ragged_all_to_all": (2, to_others * 3 * 8 // n),
-                "ragged_all_to_all, all": (2, 2),
-                "ppermute": (2, nbytes // n),  # one rank sends; a mean over ranks
-                "ppermute, all": (2, 2),
-                "broadcast": (1, nbytes * (n - 1) // n),  # and one psum for its transpose
-                "broadcast, all": (2, 2),
-            }
-        ]
-        * ranks.size
-    )
+    expected = {
+        "all_to_all": (2, nbytes * (n - 1) // n),
+        "ragged_all_to_all": (2, to_others * 3 * 8 // n),
+        "ppermute": (2, nbytes // n),  # one rank sends; a mean over ranks
+        "broadcast": (1, nbytes * (n - 1) // n),  # and one psum for its transpose
+    }
+    x = rows_of(mesh, torch.ones(n, 2 * n, 3, dtype=torch.float64))
+    for verb, (number, sent) in expected.items():
+        counter = fs.communication.Counter()
+        counted, options = mesh.with_backend(counter), reference.OPTIONS[verb](n)
+        with fs.testing.count_collectives() as seen:
+            counted.spmd(torch.func.grad(lambda x: VERBS[verb](x, counted["shard"], **options).sum()))(x)  # noqa: B023
+        found = counter["shard", verb]
+        assert (seen[verb], found.number, found.sent // found.number) == (number, number, sent)
+        assert (seen.total, counter.total.number) == (2, 2)
 
 
 @on_each([*simulated(3), *sequential(2), *gloo(2)])
@@ -214,25 +196,20 @@ def test_a_recorded_step_exchanges_what_the_eager_one_does(mesh: fs.Mesh) -> Non
     assert len(recorded.schedules) == 1
 
 
-def different(mesh: fs.Mesh) -> list[str]:
-    """What is said where ranks disagree; an axis of its own for each, as one that failed is refused."""
-    x = torch.ones(4)
-    table = [[1, 1], [1, 1 + mesh.rank]]
+@on_each(gloo(2))
+def test_ranks_that_exchange_by_other_pairs_tables_or_sources_all_raise(mesh: fs.Mesh) -> None:
+    """On an axis of its own for each, as one that failed is refused."""
+    x, table = torch.ones(4), [[1, 1], [1, 1 + mesh.rank]]
     wrong: list[Callable[[fs.Mesh], Any]] = [
         lambda m: ppermute(x, m, [(0, 1)] if mesh.rank else [(1, 0)]),
         lambda m: ragged_all_to_all(x, m, table),
         lambda m: broadcast(x, m, from_rank=mesh.rank),
     ]
-    return [refused(each, fs.init_mesh()) for each in wrong]
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_ranks_that_exchange_by_other_pairs_tables_or_sources_all_raise(ranks: Ranks) -> None:
-    for texts in ranks.run(different):
-        assert ["issue different collectives" in text for text in texts] == [True] * 3
-        assert "splits ((0, 1),)" in texts[0]
-        assert "splits ((1, 0),)" in texts[0]
-        assert "source 1" in texts[2]
+    texts = [refused(each, fs.init_mesh()) for each in wrong]
+    assert ["issue different collectives" in text for text in texts] == [True] * 3
+    assert "splits ((0, 1),)" in texts[0]
+    assert "splits ((1, 0),)" in texts[0]
+    assert "source 1" in texts[2]
 
 
 def test_a_broadcast_is_one_value_for_all_simulated_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,7 +17,7 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from functorch_shard.torch_internals.autograd import needs_graph
 from tests.curvature.tasks import KINDS, matrix, operator, predicted, vector
 from tests.support.models import awkward
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
 from tests.support.refusals import refused
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -49,24 +50,18 @@ def test_a_product_with_a_flat_vector_is_that_of_the_unsharded_matrix(kind: str,
         np.testing.assert_allclose(products, expected, rtol=1e-10, atol=1e-12)
 
 
-def sharded_products(mesh: fs.Mesh, kind: str) -> list[NDArray[np.float64]]:
-    """With a vector of all parameters, one of the trainable ones, and the first one as a flat vector."""
-    made = operator(mesh, kind)
-    v = fs.curvature.randn_like(made.params, 3)
-    whole, part = made @ v, made @ fs.partition(v)[0]
-    assert whole.layout == v.layout
-    assert fs.partition(whole)[0].keys() == part.keys()
-    assert all(not x.any() for x in fs.partition(whole)[1].values())
-    flat = made.matvec(to_vector(v))
-    return [x.numpy(force=True) for x in (to_vector(whole), to_vector(part), flat)]
-
-
-@pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *gloo(2)], ids=str)
-@every_kind
-def test_a_product_of_trees_has_the_layout_of_its_vector_and_zeros_where_it_is_frozen(kind: str, ranks: Ranks) -> None:
-    for whole, part, flat in ranks.run(sharded_products, kind):
-        np.testing.assert_array_equal(whole, part)
-        np.testing.assert_array_equal(whole, flat)
+@on_each([*simulated(3, HYBRID), *gloo(2)])
+def test_a_product_of_trees_has_the_layout_of_its_vector_and_zeros_where_it_is_frozen(mesh: fs.Mesh) -> None:
+    for kind in KINDS:
+        made = operator(mesh, kind)
+        v = fs.curvature.randn_like(made.params, 3)
+        whole, part = made @ v, made @ fs.partition(v)[0]
+        assert whole.layout == v.layout
+        assert fs.partition(whole)[0].keys() == part.keys()
+        assert all(not x.any() for x in fs.partition(whole)[1].values())
+        flat = made.matvec(to_vector(v))
+        assert torch.equal(to_vector(whole), flat)
+        assert torch.equal(to_vector(part), flat)
 
 
 @every_kind
@@ -78,21 +73,15 @@ def test_outside_of_spmd_it_is_the_matrix_of_the_whole_batch(kind: str) -> None:
     np.testing.assert_allclose(flat.matvec(directions()[0]), directions()[0] @ matrix(kind, 1).numpy(), rtol=1e-10)
 
 
-@pytest.mark.parametrize("ranks", [*simulated(1, 5, HYBRID), *gloo(3)], ids=str)
-def test_a_flat_vector_has_the_trainable_parameters_in_the_order_of_the_model(ranks: Ranks) -> None:
-    for there, back in ranks.run(round_trip):
-        np.testing.assert_array_equal(there, vector().numpy())
-        np.testing.assert_array_equal(back, vector().numpy())
-
-
-def round_trip(mesh: fs.Mesh) -> list[NDArray[np.float64]]:
+@on_each([*simulated(1, 5, HYBRID), *gloo(3)])
+def test_a_flat_vector_has_the_trainable_parameters_in_the_order_of_the_model(mesh: fs.Mesh) -> None:
     model = awkward()
     params = fs.shard(model, fs.plan(model, mesh))
-    there = to_vector(params)
-    tree = from_vector(there.numpy(), params.layout)
+    assert torch.equal(to_vector(params), vector())
+    tree = from_vector(vector().numpy(), params.layout)
     assert [key for key, x in tree.items() if x is None] == list(fs.partition(params)[1])
     assert all(torch.equal(x, params[key]) for key, x in tree.items() if x is not None)
-    return [there.numpy(), to_vector(tree).numpy()]
+    assert torch.equal(to_vector(tree), vector())
 
 
 def test_shape_counts_trainable_elements_once_and_without_padding() -> None:
@@ -180,31 +169,21 @@ LINEAR_ALGEBRA: dict[str, Any] = {
 }
 
 
-def of_linear_algebra(mesh: fs.Mesh, function: str) -> Any:
-    """Hessian-vector products of a function of a matrix: twice forward over reverse, and reverse over reverse."""
+@on_each([*simulated(3), *gloo(2)])
+def test_forward_over_reverse_of_determinants_and_solutions_is_reverse_over_reverse(mesh: fs.Mesh) -> None:
     values = {"w": 4 * torch.eye(4).double() + vector()[:16].view(4, 4)}
     params = fs.shard(values, fs.plan(values, mesh))
     x = mesh.split(1 + 0.1 * torch.arange(mesh.size).double())
 
-    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return LINEAR_ALGEBRA[function](fs.gather(p)["w"] * x).pow(2).mean()
-
-    def products(p: Any, v: Any, x: torch.Tensor) -> Any:
+    def products(p: Any, v: Any, x: torch.Tensor, function: Any) -> Any:
+        loss = lambda p, x: function(fs.gather(p)["w"] * x).pow(2).mean()  # noqa: E731
         gradient = lambda p: fs.grad(loss)(p, x)  # noqa: E731
         by_jvp, by_hessian = torch.func.jvp(gradient, (p,), (v,))[1], hessian(loss)(p, x) @ v
         return by_jvp, by_hessian, fs.grad(lambda p: fs.curvature.vdot(v, gradient(p)))(p)
 
-    return mesh.spmd(products)(params, params, x)
-
-
-@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
-@pytest.mark.parametrize("function", LINEAR_ALGEBRA)
-def test_forward_over_reverse_of_determinants_and_solutions_is_reverse_over_reverse(
-    function: str, ranks: Ranks
-) -> None:
-    for by_jvp, by_hessian, twice_reverse in ranks.run(of_linear_algebra, function):
-        assert_trees_close(by_jvp, twice_reverse, rtol=1e-10, atol=1e-12)
-        assert_trees_close(by_hessian, twice_reverse, rtol=1e-10, atol=1e-12)
+    for name, function in LINEAR_ALGEBRA.items():
+        by_jvp, by_hessian, twice_reverse = mesh.spmd(partial(products, function=function))(params, params, x)
+        assert_trees_close({name: [by_jvp, by_hessian]}, {name: [twice_reverse] * 2}, rtol=1e-10, atol=1e-12)
 
 
 def test_a_hessian_product_draws_the_numbers_of_dropout_once() -> None:
@@ -231,16 +210,12 @@ def test_a_product_of_trees_compares_nothing_and_reduces_trainable_buffers_alone
     assert seen["psum_scatter"] == trainable * (2 if kind == "hessian" else 1)  # of the gradient too
 
 
-def different_vectors(mesh: fs.Mesh) -> str:
+@on_each(gloo(2))
+def test_ranks_that_pass_different_vectors_raise_an_error(mesh: fs.Mesh) -> None:
     flat = operator(mesh, "hessian")
-    return refused(flat.matvec, np.full(flat.shape[0], float(mesh.rank)))
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_ranks_that_pass_different_vectors_raise_an_error(ranks: Ranks) -> None:
-    for text in ranks.run(different_vectors):
-        assert "from_vector: the ranks disagree" in text
-        assert "v0" in text
+    text = refused(flat.matvec, np.full(flat.shape[0], float(mesh.rank)))
+    assert "from_vector: the ranks disagree" in text
+    assert "v0" in text
 
 
 def test_what_is_no_vector_of_the_matrix_is_refused() -> None:

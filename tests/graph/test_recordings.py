@@ -197,18 +197,13 @@ def test_what_a_graph_cannot_have_is_refused_on_every_rank_with_its_line(what: s
         assert [word for word in words if word not in text] == []
 
 
-def other_collectives(mesh: fs.Mesh) -> str:
+@on_each(gloo(2))
+def test_ranks_that_record_different_programs_learn_the_first_difference(mesh: fs.Mesh) -> None:
     params, loss = of(mesh, Net())
     other = fs.global_norm if mesh.rank else fs.all_finite
-    with pytest.raises(RuntimeError) as error:
+    first = "rank 0: 3: pmax of 1 int64 over 'shard'\n  rank 1: 3: psum of 1 float"
+    with pytest.raises(RuntimeError, match=f"compile: the ranks disagree. First difference:\n  {first}"):
         fs.compile(lambda p, x: (loss(p, x), other(p)), backend="replay")(params, rows(mesh, 0))
-    return str(error.value)
-
-
-def test_ranks_that_record_different_programs_learn_the_first_difference() -> None:
-    for text in gloo(2)[0].run(other_collectives):
-        assert "compile: the ranks disagree. First difference:" in text
-        assert "rank 0: 3: pmax of 1 int64 over 'shard'\n  rank 1: 3: psum of 1 float" in text
 
 
 class Holder:
@@ -258,7 +253,8 @@ class Trainer:
         return self.loss(self.params, x * self.mask)
 
 
-def trainers(mesh: fs.Mesh) -> None:
+@on_each(gloo(2))
+def test_a_step_that_assigns_what_it_computes_to_attributes_is_refused(mesh: fs.Mesh) -> None:
     x = rows(mesh, 0)
     for step, names in (("step", "self.params, self.state"), ("evaluation", "self.logged")):
         with pytest.raises(NotImplementedError, match=f"The step assigns {names}. Python runs when a step is recorded"):
@@ -269,10 +265,6 @@ def trainers(mesh: fs.Mesh) -> None:
         for _ in range(3):
             assert torch.equal(compiled(x), getattr(other, step)(x))
         assert_trees_close((trainer.params, trainer.state), (other.params, other.state), rtol=0, atol=0)
-
-
-def test_a_step_that_assigns_what_it_computes_to_attributes_is_refused() -> None:
-    gloo(2)[0].run(trainers)
 
 
 def test_variables_of_a_closure_and_of_the_module_are_found_too() -> None:

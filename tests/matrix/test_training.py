@@ -12,16 +12,17 @@ from functorch_shard.communication import Counter
 from functorch_shard.matrix import plan
 from functorch_shard.testing import count_collectives
 from tests.support.matrix import assert_unsharded, optimizer, planned, trained, values
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
 
 
-def counted_step(mesh: fs.Mesh) -> tuple[list[tuple[str, int, int]], int]:
-    """What a step issues: kind, number and bytes; and by hand, the bytes of what ranks have and others own."""
+@on_each([*simulated(5, HYBRID), *gloo(2)])
+def test_parameters_and_gradients_are_sent_to_owners_once_and_new_parts_back_once_and_nothing_else(
+    mesh: fs.Mesh,
+) -> None:
     counter = Counter()
-    mesh = mesh.with_backend(counter)
-    opt, params = optimizer("muon"), fs.shard(values(), planned(mesh))
+    opt, params = optimizer("muon"), fs.shard(values(), planned(mesh.with_backend(counter)))
     with count_collectives() as seen:
-        state = mesh.spmd(opt.init)(params)
+        state = params.layout.mesh.spmd(opt.init)(params)
     assert not seen.issued
     counter.clear()
     trained(params, state, opt, range(1))
@@ -30,15 +31,8 @@ def counted_step(mesh: fs.Mesh) -> tuple[list[tuple[str, int, int]], int]:
     parts = [(rank, part) for rank in range(layout.num_shards) for part in layout.slices(rank)]
     away = sum(part.numel for rank, part in parts if owner.get(part.name, rank) != rank)
     mean = [-(-numel // layout.num_shards) for numel in (2 * away, away)]  # parameters and gradients, and back
-    return [(kind, t.number, t.sent) for (_, kind), t in counter.traffic.items()], 8 * sum(mean)
-
-
-@pytest.mark.parametrize("ranks", [*simulated(5, HYBRID), *gloo(2)], ids=str)
-def test_parameters_and_gradients_are_sent_to_owners_once_and_new_parts_back_once_and_nothing_else(
-    ranks: Ranks,
-) -> None:
-    for seen, expected in ranks.run(counted_step):
-        assert seen == [("ragged_all_to_all", 2, expected)]
+    sent = [(kind, traffic.number, traffic.sent) for (_, kind), traffic in counter.traffic.items()]
+    assert sent == [("ragged_all_to_all", 2, 8 * sum(mean))]
 
 
 def test_many_rounds_send_as_much_as_one_and_have_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
