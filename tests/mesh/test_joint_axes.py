@@ -13,9 +13,8 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard import collectives
 from functorch_shard.testing import assert_trees_close
-from tests.support import reference
 from tests.support.models import awkward, loss_of
-from tests.support.programs import PROGRAMS, as_rank
+from tests.support.programs import PROGRAMS, on_rank, on_rows
 from tests.support.ranks import Ranks, gloo, rows_of, simulated
 from tests.support.refusals import refused
 
@@ -38,7 +37,7 @@ def all_programs(mesh: fs.Mesh) -> dict[str, Tensor]:
     rows, axis = rows_of(mesh, values(mesh.size)), mesh[NAMES]
 
     def of_rank(x: Tensor, name: str) -> Tensor:
-        run = as_rank(PROGRAMS[name], axis)
+        run = on_rank(name, axis)
         return torch.stack([run(x), *torch.vmap(run)(torch.stack([x, 2 * x]))])
 
     return {name: mesh.spmd(partial(of_rank, name=name))(rows) for name in PROGRAMS}
@@ -53,8 +52,8 @@ def test_a_joint_axis_is_one_axis_of_all_its_ranks(ranks: Ranks) -> None:
     got = ranks.run(all_programs)
     for group in numbers.reshape(-1, axes["dp"] * axes["cp"]):  # each in the order of the joint axis
         x = values(ranks.size)[group]
-        for name, program in PROGRAMS.items():
-            once, twice = reference.run(program, x), reference.run(program, 2 * x)
+        for name in PROGRAMS:
+            once, twice = on_rows(name, x), on_rows(name, 2 * x)
             expected = {name: torch.stack([once, once, twice], 1)}
             assert_trees_close({name: torch.stack([got[rank][name] for rank in group])}, expected)
 
