@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.func import vmap
 
 import functorch_shard as fs
 from functorch_shard.curvature.vectors import normal
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.pool import run_ranks
+from tests.support.ranks import gloo, on_each
 from tests.support.refusals import refused
 
 MESHES: list[Any] = [1, 2, 3, 5, 8, {"replicate": 2, "shard": 3}, {"replicate": 4}]
@@ -86,41 +85,30 @@ def test_random_trees_are_bitwise_the_same_for_any_ranks_and_units(dtype: torch.
             assert torch.equal(flat(inside), expected), (mesh, options)
 
 
-def on_this_rank(axes: dict[str, int]) -> list[Tensor]:
-    mesh, whole = fs.init_mesh(axes), values(torch.float32)
+@on_each(gloo(2, 3, {"replicate": 2, "shard": 2}))
+def test_gloo_ranks_draw_what_simulated_ranks_draw(mesh: fs.Mesh) -> None:
+    whole, one = values(torch.float32), sharded(1, torch.float32)
     params = fs.shard(whole, fs.plan(whole, mesh))
-    a = fs.curvature.randn_like(params, 3)
-    return [flat(a), fs.curvature.vdot(a, params)]
+    drawn, expected = (fs.curvature.randn_like(tree, 3) for tree in (params, one))
+    assert torch.equal(flat(drawn), flat(expected))
+    found = fs.curvature.vdot(drawn, params)
+    torch.testing.assert_close(found, fs.curvature.vdot(expected, one), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-def test_gloo_ranks_draw_what_simulated_ranks_draw(axes: dict[str, int]) -> None:
-    params = sharded(1, torch.float32)
-    a = fs.curvature.randn_like(params, 3)
-    for drawn in run_ranks(on_this_rank, fs.simulated_mesh(axes).size, axes):
-        assert torch.equal(drawn[0], flat(a))
-        torch.testing.assert_close(drawn[1], fs.curvature.vdot(a, params), rtol=1e-6, atol=1e-6)
-
-
-def with_dtensors() -> tuple[Tensor, Tensor]:
-    """A matrix cut by rows, one by columns, a copy and a plain tensor: the drawn whole, and its inner product."""
-    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+@on_each(gloo({"shard": 2, "tensor": 2}))
+def test_dtensors_get_the_numbers_of_the_whole_and_count_once(mesh: fs.Mesh) -> None:
+    """A matrix that is cut by rows, one by columns, a copy and a plain tensor."""
+    axes: Any = mesh.device_mesh
     cuts = {"a.w": Shard(0), "b.w": Shard(1), "c.w": Replicate()}
     whole = {
         name: distribute_tensor(x, axes["tensor"], [cuts[name]]) if name in cuts else x for name, x in values().items()
     }
     params = fs.shard(whole, fs.plan(whole, fs.Mesh.from_device_mesh(axes["shard"])))
-    drawn = fs.curvature.randn_like(params, 3)
+    drawn, expected = fs.curvature.randn_like(params, 3), flat(fs.curvature.randn_like(sharded(1), 3))
     full: Any = fs.gather(drawn, lazy=False)
     parts = [x.full_tensor() if isinstance(x := full[name], DTensor) else x for name in SHAPES]
-    return torch.cat([x.reshape(-1) for x in parts]), fs.curvature.vdot(drawn, drawn)
-
-
-def test_dtensors_get_the_numbers_of_the_whole_and_count_once() -> None:
-    expected = flat(fs.curvature.randn_like(sharded(1), 3))
-    for drawn, product in run_ranks(with_dtensors, 4):
-        assert torch.equal(drawn, expected)
-        torch.testing.assert_close(product, expected.square().sum(), rtol=1e-13, atol=0)
+    assert torch.equal(torch.cat([x.reshape(-1) for x in parts]), expected)
+    torch.testing.assert_close(fs.curvature.vdot(drawn, drawn), expected.square().sum(), rtol=1e-13, atol=0)
 
 
 def test_padding_of_random_trees_is_zero() -> None:

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import functorch_shard as fs
 from tests.support import homemade
-from tests.support.pool import run_ranks
+from tests.support.ranks import gloo, on_each
 
 REFUSED: list[tuple[Any, str]] = [
     (homemade.HasModes, "it has a train mode and an eval mode"),
@@ -100,19 +99,14 @@ def test_labels_may_have_optimizers_of_any_kind_inside_of_each_other() -> None:
     ]
 
 
-def refused_dtensor() -> str:
-    devices = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
-    source = {"w": distribute_tensor(torch.ones(4, 4), devices["tensor"], [Shard(0)]), "b": torch.ones(4, 4)}
-    params = fs.shard(source, fs.plan(source, fs.Mesh.from_device_mesh(devices["shard"])))
-    with pytest.raises(TypeError) as caught:
+@on_each(gloo({"shard": 1, "tensor": 2}))
+def test_dtensors_are_refused_by_name_since_no_rank_has_them_as_a_whole(mesh: fs.Mesh) -> None:
+    axes: Any = mesh.device_mesh
+    source = {"w": distribute_tensor(torch.ones(4, 4), axes["tensor"], [Shard(0)]), "b": torch.ones(4, 4)}
+    params = fs.shard(source, fs.plan(source, fs.Mesh.from_device_mesh(axes["shard"])))
+    with pytest.raises(TypeError, match="'w' is a DTensor\nIts ranks have parts of it") as caught:
         fs.optimizer(torch.optim.Muon, whole=True).init(params)
-    return str(caught.value)
-
-
-def test_dtensors_are_refused_by_name_since_no_rank_has_them_as_a_whole() -> None:
-    for text in run_ranks(refused_dtensor, 2):
-        assert "'w' is a DTensor\nIts ranks have parts of it" in text
-        assert "'b'" not in text
+    assert "'b'" not in str(caught.value)
 
 
 def test_a_tracer_that_would_record_a_step_is_refused() -> None:

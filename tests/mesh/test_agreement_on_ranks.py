@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from tests.support.pool import run_ranks
+from tests.support.ranks import gloo, on_each
 from tests.support.refusals import text_of
 
 LINEAR, RANKS = nn.Linear(3, 5), 3
@@ -83,23 +84,18 @@ def test_a_rank_that_fails_gets_its_own_error_and_the_others_are_told_which(case
     assert [text.startswith(told) for text in others] == [True] * (RANKS - 1)
 
 
-def count_collectives_of_plan() -> list[tuple[dict[str, int], int]]:
-    counts = []
-    for axes in ({"shard": -1}, {"replicate": 1, "shard": -1}, {"replicate": 2, "shard": 2}):
+@on_each(gloo(4))
+def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis(mesh: fs.Mesh) -> None:
+    one, two = ({"exchange": 1}, 32), ({"exchange": 2}, 32 + 64)  # the second axis passes on what the first gave
+    for axes, cost in (({"shard": -1}, one), ({"replicate": 1, "shard": -1}, one), ({"replicate": 2, "shard": 2}, two)):
         with fs.testing.count_collectives() as seen:
             fs.plan(LINEAR, fs.init_mesh(axes))
-        counts.append((dict(seen.by_kind), seen.nbytes("exchange")))
-    return counts
+        assert (seen.by_kind, seen.nbytes("exchange")) == cost
 
 
-def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis() -> None:
-    one, two = ({"exchange": 1}, 32), ({"exchange": 2}, 32 + 64)  # the second axis passes on what the first gave
-    assert run_ranks(count_collectives_of_plan, 4) == [[one, one, two]] * 4
-
-
-def in_transforms() -> tuple[Any, str]:
-    """What is planned and compared inside transforms of torch.func, and the error where ranks differ there."""
-    mesh, like = fs.init_mesh(), {"w": torch.tensor([1.0, 2.0, 3.0])}
+@on_each(gloo(2))
+def test_ranks_plan_and_compare_inside_transforms_as_outside(mesh: fs.Mesh) -> None:
+    like = {"w": torch.tensor([1.0, 2.0, 3.0])}
     params = fs.shard(like, fs.plan(like, mesh))
 
     def loss(params: fs.Sharded, scale: Tensor) -> Tensor:
@@ -107,14 +103,7 @@ def in_transforms() -> tuple[Any, str]:
         return fs.curvature.vdot(params, weights)
 
     grads = fs.gather(torch.func.grad(loss)(params, torch.tensor(2.0)), lazy=False)["w"]
-    rows = torch.vmap(lambda scale: loss(params, scale))(torch.tensor([1.0, 2.0]))
-    with pytest.raises(RuntimeError) as caught:
+    assert grads.tolist() == [4.0, 4.0, 4.0]  # by torch.func.grad, of the sum of both ranks' losses
+    assert torch.vmap(lambda scale: loss(params, scale))(torch.tensor([1.0, 2.0])).tolist() == [6.0, 12.0]
+    with pytest.raises(RuntimeError, match=r"shape \(3,\)(?s:.*)shape \(4,\)"):
         torch.func.grad(lambda x: len(fs.plan({"w": torch.zeros(3 + mesh.rank)}, mesh).slots) * x)(torch.ones(()))
-    return (grads.tolist(), rows.tolist()), str(caught.value)
-
-
-def test_ranks_plan_and_compare_inside_transforms_as_outside() -> None:
-    for values, error in run_ranks(in_transforms, 2):
-        assert values == ([4.0, 4.0, 4.0], [6.0, 12.0])  # by torch.func.grad, of the sum of both ranks' losses
-        assert "shape (3,)" in error
-        assert "shape (4,)" in error

@@ -22,7 +22,7 @@ from tests.laws import convention
 from tests.laws.convention import INNER, Side, dot_over_ranks
 from tests.recompute.test_remat import plainly, twice
 from tests.support.live_bytes import LiveBytes, settle
-from tests.support.ranks import Ranks, gloo, simulated
+from tests.support.ranks import Ranks, gloo, on_each, simulated
 from tests.support.refusals import text_of
 
 WRAPS: dict[str, Callable[[Any], Any]] = {"remat": fs.remat, "twice": twice, "plain": plainly}
@@ -107,13 +107,13 @@ def test_random_numbers_are_the_same_in_both_passes(randomness: str, ranks: Rank
             assert actual[name][1] == expected[name][1], name
 
 
-@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
-def test_a_gradient_gathers_each_part_twice_and_reduces_it_once(ranks: Ranks) -> None:
-    for result in ranks.run(blockwise, "remat"):
-        for name in ("fs.grad", "torch.func.grad"):
-            assert result[name][2] == {"all_gather": 8, "psum_scatter": 4}
-        # forward mode gathers parameters again, with their tangents
-        assert result["jvp"][2] == {"all_gather": 12}
+@on_each([*simulated(3), *gloo(2)])
+def test_a_gradient_gathers_each_part_twice_and_reduces_it_once(mesh: fs.Mesh) -> None:
+    result = blockwise(mesh, "remat")
+    for name in ("fs.grad", "torch.func.grad"):
+        assert result[name][2] == {"all_gather": 8, "psum_scatter": 4}
+    # forward mode gathers parameters again, with their tangents
+    assert result["jvp"][2] == {"all_gather": 12}
 
 
 def gathered_outside(p: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -131,23 +131,24 @@ def layer_of(full: Any, i: int) -> dict[str, Tensor]:
 WAYS = {"gathered inside": fs.remat(partial(convention.sharded_loss, lazy=None)), "gathered outside": gathered_outside}
 
 
-def refusals(mesh: fs.Mesh, way: str) -> list[str]:
+def refuses(mesh: fs.Mesh, way: str) -> None:
     """A gradient through a step, by a derivative that would take the mean twice."""
     loss = WAYS[way]
-    side = Side(loss, fs.grad(loss), torch.func.grad, dot_over_ranks, fs.global_norm)
-    inner = Side(loss, torch.func.grad(loss), torch.func.grad, dot_over_ranks, fs.global_norm)
-    return [text_of(convention.on_mesh, mesh, one, ["through one step"]) for one in (side, inner)]
+    for inner in (fs.grad, torch.func.grad):
+        side = Side(loss, inner(loss), torch.func.grad, dot_over_ranks, fs.global_norm)
+        text = text_of(convention.on_mesh, mesh, side, ["through one step"])
+        assert "goes through a gather of values that were computed from another gather" in text
 
 
 @pytest.mark.parametrize(
     ("way", "ranks"), [("gathered inside", gloo(2)[0]), ("gathered outside", simulated(3)[0])], ids=str
 )
 def test_a_gradient_that_would_take_the_mean_twice_is_refused(way: str, ranks: Ranks) -> None:
-    for texts in ranks.run(refusals, way):
-        assert all("goes through a gather of values that were computed from another gather" in text for text in texts)
+    ranks.run(refuses, way)
 
 
-def different_units(mesh: fs.Mesh) -> list[Any]:
+@on_each(gloo(3))
+def test_ranks_may_use_different_units_of_what_a_part_gathers(mesh: fs.Mesh) -> None:
     """Gradients by parts that gather at once: each rank uses another block of each of them, or none."""
     blocks, _ = blocks_and_shards(mesh)
     model = nn.ModuleList(block[0] for block in blocks)  # pyright: ignore[reportIndexIssue]
@@ -163,14 +164,8 @@ def different_units(mesh: fs.Mesh) -> list[Any]:
             y = wrap(part)(params, y, (turn + 2 * mesh.rank) % 4)
         return y.square().mean()
 
-    return [fs.grad(partial(loss, wrap))(params) for wrap in (plainly, fs.remat, twice)]
-
-
-@pytest.mark.parametrize("ranks", gloo(3), ids=str)
-def test_ranks_may_use_different_units_of_what_a_part_gathers(ranks: Ranks) -> None:
-    for expected, *others in ranks.run(different_units):
-        for actual in others:
-            assert_trees_close(actual, expected, rtol=1e-12, atol=1e-15)
+    expected, *others = (fs.grad(partial(loss, wrap))(params) for wrap in (plainly, fs.remat, twice))
+    assert_trees_close(others, [expected] * 2, rtol=1e-12, atol=1e-15)
 
 
 WIDTH, SAMPLES, PARTS = 64, 512, 6

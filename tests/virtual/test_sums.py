@@ -130,18 +130,10 @@ def total(params: fs.Sharded) -> Tensor:
     return sum((x.square().sum() for x in fs.gather(params).values() if x.is_floating_point()), torch.zeros(()))
 
 
-def with_norm(params: fs.Sharded, _: Tensor) -> Tensor:
-    return total(params) + fs.global_norm(params)
-
-
-@pytest.mark.parametrize("ranks", [*gloo(2, {"replicate": 2, "shard": 3}), *sequential(2)], ids=str)
-def test_what_a_loss_adds_to_gradients_of_shards_is_not_lost(ranks: Ranks) -> None:
+@on_each([*gloo(2, {"replicate": 2, "shard": 3}), *sequential(2)])
+def test_what_a_loss_adds_to_gradients_of_shards_is_not_lost(mesh: fs.Mesh) -> None:
     with pytest.raises(NotImplementedError, match="uses shards without a gather"):
-        ranks.run(stepped_with_norm)
-
-
-def stepped_with_norm(mesh: fs.Mesh) -> Any:
-    return step_on(mesh, with_norm, 6 // mesh.size)()
+        step_on(mesh, lambda p, _: total(p) + fs.global_norm(p), 6 // mesh.size)()
 
 
 def test_what_has_no_order_is_refused() -> None:
