@@ -14,7 +14,11 @@ import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.refusals import refused
 
-MESHES = [fs.simulated_mesh(3), fs.simulated_mesh({"replicate": 2, "shard": 3})]
+MESHES = [
+    fs.simulated_mesh(3),
+    fs.simulated_mesh({"replicate": 2, "shard": 3}),
+    fs.simulated_mesh(2, kind="sequential"),
+]
 on_meshes = pytest.mark.parametrize("mesh", MESHES, ids=str)
 
 

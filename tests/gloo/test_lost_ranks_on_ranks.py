@@ -24,7 +24,6 @@ import functorch_shard as fs
 from functorch_shard.collectives import psum
 from functorch_shard.gloo import lost_ranks as failures
 from functorch_shard.testing import run_ranks
-from functorch_shard.torch_internals.tensors import timeout_of
 from tests.support.scripts import free_port
 
 PATIENCE = 4  # seconds that a group waits
@@ -183,18 +182,6 @@ def test_the_rank_that_hosts_the_store_is_named_as_well(how: Callable[[], None],
         assert re.search(r"failed: rank 0 (probably exited|did not respond)", text), text
         assert not re.search(r"ranks? [12].* did not respond", text), text
         assert "gloo/transport" in cause
-
-
-def timeouts_on_this_rank(axes: Mapping[str, int]) -> list[float]:
-    backends: list[Any] = [axis.backend for axis in fs.init_mesh(axes)]
-    groups = [backend.group for backend in backends]
-    with pytest.raises(ValueError, match=r"timeout: got 4, but the process group exists already: pass its timeout to"):
-        fs.init_mesh(axes, timeout=4)
-    return [timeout_of(group).total_seconds() for group in groups]
-
-
-def test_all_axes_have_the_timeout_of_the_process_group() -> None:
-    assert run_ranks(timeouts_on_this_rank, 4, {"replicate": 2, "shard": 2}, timeout=77) == [[77, 77]] * 4
 
 
 def fails_otherwise_on_this_rank() -> tuple[str, float]:

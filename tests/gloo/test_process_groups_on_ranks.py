@@ -39,6 +39,8 @@ def on_this_rank(start: Callable[..., None], folder: str, axes: dict[str, int]) 
     dist.destroy_process_group()
     store = dist.FileStore(f"{folder}/store", size)
     start(store=store, rank=rank, world_size=size, timeout=timedelta(seconds=77))
+    with pytest.raises(ValueError, match=r"timeout: got 4, but the process group exists already: pass its timeout to"):
+        fs.init_mesh(axes, timeout=4)
     mesh = fs.init_mesh(axes, device="cpu")
     backends: list[Any] = [axis.backend for axis in mesh]
     waits = {timeout_of(backend.group).total_seconds() for backend in backends}

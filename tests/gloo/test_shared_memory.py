@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import random
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from threading import Barrier
@@ -61,24 +60,6 @@ def held_by(rank: SharedMemory) -> int:
 
 def owners(rank: SharedMemory) -> list[int]:
     return [owner for owner, *_ in rank._entries()]
-
-
-def test_results_of_any_size_stay_as_they_are_until_they_are_freed_in_any_order() -> None:
-    ranks, draw = memories(3), random.Random(0)
-    held: list[list[tuple[int, Tensor]]] = [[], [], []]
-    most = 0
-    with patch.object(shared_memory, "POOL", 1 << 16):
-        for number in range(1, 400):
-            for rank, result in enumerate(gathered(ranks, number, draw.randrange(1, 5000))):
-                held[rank].append((number, result))
-            most = max(most, *map(len, held))
-            for results in held:
-                for _ in range(draw.randrange(3) if len(results) < 6 else 4):
-                    if results:
-                        sent, result = results.pop(draw.randrange(len(results)))
-                        assert is_right(result, sent)
-                        del result
-    assert len(owners(ranks[0])) <= 3 * most
 
 
 def test_what_a_rank_writes_to_a_result_no_other_rank_and_no_later_result_has() -> None:

@@ -27,11 +27,6 @@ from tests.support.pool import run_ranks
 LARGE = SMALL_MESSAGE + 5  # elements of a part
 
 
-def memory_of(mesh: fs.Mesh) -> Any:
-    backend: Any = mesh["shard"].backend
-    return backend._memory
-
-
 def stress_on_this_rank(num_messages: int, longest: float) -> None:
     """Messages of all sizes under way together, landed in any order or never, each rank held up at other places."""
     mesh = fs.init_mesh()
@@ -62,7 +57,8 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
         while len(held) > own.randint(0, 3):
             assert all(torch.equal(*pair) for pair in held), i
             held.pop(own.randrange(len(held)))
-    assert 1 <= len(memory_of(mesh)._entries()) <= 10 * size
+    backend: Any = mesh["shard"].backend
+    assert 1 <= len(backend._memory._entries()) <= 10 * size
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
