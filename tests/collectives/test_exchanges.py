@@ -16,7 +16,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import all_to_all, axis_index, broadcast, pmin, ppermute, ragged_all_to_all
 from functorch_shard.testing import assert_trees_close
 from tests.support import reference
-from tests.support.ranks import Ranks, as_any_group, gloo, on_each, rows_of, sequential, simulated, slow
+from tests.support.ranks import Ranks, as_any_group, gloo, on_each, rows_of, sequential, simulated
 from tests.support.refusals import refused
 
 VERBS: dict[str, Any] = {
@@ -80,7 +80,7 @@ def of_case(n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, rows_of_all(n, tuple(y.shape[1:]), seed + 100), y
 
 
-KINDS = [*simulated(1, 2, 5, {"a": 2, "b": 2}), *sequential(3, {"a": 2, "b": 2}), *gloo(2, {"a": 2, "b": 2})]
+KINDS = [*simulated(1, 2, 5, {"a": 2, "b": 2}), *sequential(3, {"a": 2, "b": 2}), *gloo(2, 3, {"a": 2, "b": 2})]
 
 
 def by_torchs_own(mesh: fs.Mesh) -> list[Tensor]:
@@ -88,17 +88,14 @@ def by_torchs_own(mesh: fs.Mesh) -> list[Tensor]:
     return values_and_transposes(mesh.with_backend(as_any_group))
 
 
-@pytest.mark.parametrize("ranks", [*KINDS, *slow(gloo(3))], ids=str)
-def test_at_awkward_sizes_values_are_those_of_whole_arrays_and_the_backward_is_the_transpose(ranks: Ranks) -> None:
-    check_values_and_transposes(ranks, values_and_transposes)
+WAYS = [*((values_and_transposes, ranks) for ranks in KINDS)]
+WAYS += [(by_torchs_own, ranks) for ranks in gloo(2, {"a": 2, "b": 2})]
 
 
-@pytest.mark.parametrize("ranks", [*gloo(2, {"a": 2, "b": 2}), *slow(gloo(3))], ids=str)
-def test_torchs_own_collectives_give_the_same(ranks: Ranks) -> None:
-    check_values_and_transposes(ranks, by_torchs_own)
-
-
-def check_values_and_transposes(ranks: Ranks, body: Callable[[fs.Mesh], list[Tensor]]) -> None:
+@pytest.mark.parametrize(("body", "ranks"), WAYS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_at_awkward_sizes_values_are_those_of_whole_arrays_and_the_backward_is_the_transpose(
+    body: Callable[[fs.Mesh], list[Tensor]], ranks: Ranks
+) -> None:
     results = ranks.run(body)
     assert len(odd_cases(ranks.size)) == len(results[0]) // 2
     for seed in range(len(results[0]) // 2):

@@ -44,8 +44,8 @@ def outputs(p: Any, x: Tensor) -> dict[str, Tensor]:
     return {"out": out, "norm": out.square().sum()}
 
 
-def jacobians(mesh: fs.Mesh, by: str, chunk_size: int | None, options: dict[str, Any]) -> Any:
-    params = fs.shard(MODEL, fs.plan(MODEL, mesh, **options))
+def jacobians(mesh: fs.Mesh, by: str, chunk_size: int | None, reduction: Any) -> Any:
+    params = fs.shard(MODEL, fs.plan(MODEL, mesh, reduction=reduction))
     x, y = mesh.split(tuple(rows.flatten(0, 1) for rows in Data(mesh.size).samples()))
 
     def derived(p: fs.Sharded, x: Tensor, y: Tensor) -> Any:
@@ -75,23 +75,20 @@ def with_whole_columns(trees: list[fs.Sharded]) -> dict[str, Tensor]:
     return whole_of(fs.Sharded({key: torch.stack([tree[key] for tree in trees]) for key in trees[0]}, layout))
 
 
+WAYS = [("jacrev", None, "mean"), ("jacrev", 2, "mean"), ("jacfwd", None, "mean"), ("hessian", 7, "mean")]
+WAYS += [("jacrev", None, "sum"), ("jacfwd", None, "sum")]
+
+
 @pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)
-@pytest.mark.parametrize(("by", "chunk_size"), [("jacrev", None), ("jacrev", 2), ("jacfwd", None), ("hessian", 7)])
-def test_jacobians_are_those_of_the_mean_over_ranks(by: str, chunk_size: int | None, ranks: Ranks) -> None:
-    results = ranks.run(jacobians, by, chunk_size, {})
-    expected = expected_jacobians(ranks.size, by, "mean")
+@pytest.mark.parametrize(("by", "chunk_size", "reduction"), WAYS)
+def test_jacobians_are_those_of_the_mean_or_the_sum_over_ranks(
+    by: str, chunk_size: int | None, reduction: str, ranks: Ranks
+) -> None:
+    results = ranks.run(jacobians, by, chunk_size, reduction)
+    expected = expected_jacobians(ranks.size, by, reduction)
     for name in expected:
         whole = with_whole_columns([result[name] for result in results])
         assert_trees_close(whole, dict(expected[name]), rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("by", ["jacrev", "jacfwd"])
-def test_with_the_sum_reduction_they_are_those_of_the_sum(by: str) -> None:
-    ranks = simulated(HYBRID)[0]
-    results = ranks.run(jacobians, by, None, {"reduction": "sum"})
-    expected = expected_jacobians(ranks.size, by, "sum")
-    whole = with_whole_columns([result["out"] for result in results])
-    assert_trees_close(whole, dict(expected["out"]), rtol=1e-10, atol=1e-11)
 
 
 def rows_of_every_rank(mesh: fs.Mesh) -> Any:

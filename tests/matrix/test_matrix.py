@@ -19,28 +19,24 @@ from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.steps import copied, structure, tensors
 
 
-def after_steps(mesh: fs.Mesh, case: str, dtype: torch.dtype, donate: bool) -> fs.Full:
+def after_steps(mesh: fs.Mesh, case: str, dtype: torch.dtype) -> fs.Full:
     opt, params = optimizer(case), fs.shard(values(dtype=dtype), planned(mesh, dtype))
-    params, _ = trained(params, mesh.spmd(opt.init)(params), opt, donate=donate, dtype=dtype)
+    params, _ = trained(params, mesh.spmd(opt.init)(params), opt, donate=dtype != torch.float64, dtype=dtype)
     return fs.gather(params, lazy=False)
 
 
-# Every case on three ranks, and a few on others.
-PAIRS: list[Any] = [*product(CASES, simulated(3))]
-PAIRS += [*product(["muon", "soap"], [*simulated(1, HYBRID), *gloo(2)])]
+# Every case on three ranks, and a few on others, and in other dtypes.
+PAIRS: list[Any] = [*product(CASES, simulated(3), [torch.float64])]
+PAIRS += [*product(["muon", "soap"], [*simulated(1, HYBRID), *gloo(2)], [torch.float64])]
+PAIRS += [("muon", *simulated(3), torch.float32), *product(["adafactor", "wide"], simulated(3), [torch.bfloat16])]
 
 
-@pytest.mark.parametrize(("case", "ranks"), PAIRS, ids=str)
-def test_steps_are_bitwise_those_of_the_class_on_unsharded_parameters(case: str, ranks: Ranks) -> None:
-    for full in ranks.run(after_steps, case, torch.float64, False):
-        assert_unsharded(full, case)
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"), [("muon", torch.float32), ("adafactor", torch.bfloat16), ("wide", torch.bfloat16)], ids=str
-)
-def test_and_in_other_dtypes_with_the_state_in_the_dtype_that_the_class_chooses(case: str, dtype: torch.dtype) -> None:
-    for full in simulated(3)[0].run(after_steps, case, dtype, True):
+@pytest.mark.parametrize(("case", "ranks", "dtype"), PAIRS, ids=str)
+def test_steps_are_bitwise_those_of_the_class_on_unsharded_parameters(
+    case: str, ranks: Ranks, dtype: torch.dtype
+) -> None:
+    """Their state is in the dtype that the class chooses."""
+    for full in ranks.run(after_steps, case, dtype):
         assert_unsharded(full, case, dtype=dtype)
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def fail(folder: str, how: str) -> Any:
     """Rank 1 does as told; the others wait for it in a collective."""
     note_pid(folder)
     if dist.get_rank() == 1:
-        return FAILURES[how]()
+        return FAILURES[how][0]()
     dist.all_reduce(torch.ones(3))
     return None
 
@@ -62,23 +63,13 @@ def raise_it(error: BaseException) -> None:
     raise error
 
 
-def say_nothing() -> None:
-    os._exit(3)
-
-
-FAILURES: dict[str, Any] = {
-    "raise": lambda: {}["absent"],
-    "cannot_pickle": lambda: raise_it(CannotPickleError("broken")),
-    "exit": lambda: sys.exit(4),
-    "die": say_nothing,
-    "result": lambda: lambda: None,
-}
-EXPECTED: dict[str, tuple[type[Exception], str]] = {
-    "raise": (KeyError, "absent"),
-    "cannot_pickle": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*CannotPickleError: broken"),
-    "exit": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*SystemExit: 4"),
-    "die": (RankError, "rank 1 died without an answer, exit code 3"),
-    "result": (Exception, "Can't (pickle|get) local"),  # AttributeError, or from Python 3.14 on PicklingError
+AGAIN = "(?s)rank 1 raised what cannot be raised again here:.*"
+FAILURES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "raise": (lambda: {}["absent"], KeyError, "absent"),
+    "cannot_pickle": (lambda: raise_it(CannotPickleError("broken")), RankError, AGAIN + "CannotPickleError: broken"),
+    "exit": (lambda: sys.exit(4), RankError, AGAIN + "SystemExit: 4"),
+    "die": (lambda: os._exit(3), RankError, "rank 1 died without an answer, exit code 3"),
+    "result": (lambda: lambda: None, Exception, "Can't (pickle|get) local"),  # AttributeError, or PicklingError
 }
 
 
@@ -94,7 +85,7 @@ def assert_all_gone(folder: Path, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("how", FAILURES)
 def test_the_first_failure_is_raised_and_those_who_wait_for_it_are_ended(how: str, tmp_path: Path) -> None:
-    kind, text = EXPECTED[how]
+    _, kind, text = FAILURES[how]
     started = time.monotonic()
     with pytest.raises(kind, match=text) as caught:
         run_ranks(fail, 3, str(tmp_path), how)
