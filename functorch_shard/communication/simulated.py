@@ -245,7 +245,11 @@ def watch(key: str, parts: Mapping[str, Tensor]) -> None:
 def bit_sum(parts: Sequence[Tensor]) -> Tensor:
     """Return the sum of the words of 8 bytes of plain tensors, the last one filled up with zeros, modulo 2 ** 64."""
     with outside_transforms(), torch.no_grad():
-        data = torch.cat([*map(Tensor.flatten, parts)]).resolve_conj().resolve_neg().view(torch.uint8)  # (bytes,)
+        first, *others = [*map(Tensor.flatten, parts)]
+        plain = (torch.cat([first, *others]) if others else first).resolve_conj().resolve_neg()
+        data = plain.contiguous().view(torch.uint8)  # (bytes,)
+        if data.storage_offset() % 8:  # int64 is aligned to 8 bytes
+            data = data.clone()
         rest = data.numel() % 8
         total = data[: data.numel() - rest].view(torch.int64).sum()
         return total + pad(data[-rest:], (0, 8 - rest)).view(torch.int64).sum() if rest else total
