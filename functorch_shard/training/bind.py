@@ -210,7 +210,7 @@ def apply(
     for module in bound.modules():
         if not isinstance(module, torch.jit.ScriptModule):  # which is the model's own
             for name, x in module.named_buffers(recurse=False):
-                setattr(module, name, copies.setdefault(id(x), _writable(x, name, module)))
+                setattr(module, name, copies.setdefault(id(x), _writable(x)))
     output = bound(*args, **kwargs)
     after = dict(bound.named_buffers())
     reject(
@@ -221,12 +221,7 @@ def apply(
     return output, {name: x.clone() for name, x in after.items()}  # recomputation in backward writes to the bound ones
 
 
-_BATCH_NORMS = {nn.BatchNorm1d.forward, nn.InstanceNorm1d.forward, nn.SyncBatchNorm.forward}  # those of 2d and 3d too
-
-
-def _writable(x: Tensor, name: str, module: nn.Module) -> Tensor:
-    """Return a copy that ``module`` may write to in place, also with batched values."""
-    if name in ("running_mean", "running_var") and type(module).forward in _BATCH_NORMS:
-        x = x.detach()  # torch refuses statistics that require grad, as results of remat may
+def _writable(x: Tensor) -> Tensor:
+    """Return a copy that a module may write to in place, also with batched values."""
     mark = marks_every_batch(x.device)
     return x.clone() if mark is None else torch.where(mark, x, x)

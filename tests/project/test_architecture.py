@@ -196,4 +196,4 @@ def test_the_map_lists_each_object_of_a_module_that_a_program_writes() -> None:
     texts = [(PACKAGE / f"{module.replace('.', '/')}.py").read_text() for module in MODULES]
     found = {name for text in texts for name in re.findall(WRITTEN, text, re.MULTILINE)}
     listed = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
-    assert {name for name in found if f"`{name}`" not in listed} == {"_ONE_AT_A_TIME"}, "a lock, twice"
+    assert {name for name in found if f"`{name}`" not in listed} == {"_ONE_AT_A_TIME"}, "a lock"
