@@ -41,7 +41,7 @@ TOY = {
 ELSEWHERE = {
     "tests/project/test_examples.py": {"gpt.py", "train_gpt.py"},
     "tests/referees/test_examples.py": {"dp_sgd.py", "hf_llama.py", "influence.py"},
-    "tests/virtual/test_example.py": {"same_bits.py"},
+    "tests/virtual/test_same_bits.py": {"same_bits.py"},
     "here": {"diloco_unsharded.py", "mixture.py", "side_by_side.py", "stacks.py", "unit_test_your_sharding.py"},
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import functorch_shard as fs
 from functorch_shard.communication import collective
 from functorch_shard.layout import planning
 from functorch_shard.virtual import loop
+from tests.support.pages import ROOT
 from tests.support.ranks import Ranks, gloo, sequential
 from tests.virtual.programs import OPTIMIZERS, batch_of, loss_of, planned, step_of, train
 
@@ -97,6 +101,28 @@ def test_ranks_change_by_checkpoint_and_by_reshard(tmp_path: Path) -> None:
     for i in range(5):
         params, state, _ = step_of(model, OPTIMIZERS["AdamW"]())(params, state, i)
     assert fs.checkpoint.digest({"params": params}) == found
+
+
+@pytest.mark.slow  # five processes import torch
+def test_a_wrong_bit_of_one_rank_is_found_among_runs_of_the_same_bits() -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "same_bits.py"),
+        "--ranks",
+        "1,2",
+        "--steps",
+        "3",
+        "--bug",
+        "1",
+        "--json",
+    ]
+    (line,) = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
+    found = json.loads(line)
+    assert found["digests"]["1"] != found["digests"]["2"]
+    (difference,) = found["first differences"]
+    assert difference.startswith("step 1: 'grads.blocks.1.")
+    assert "of unit 'blocks.1'" in difference
+    assert difference.endswith("equal at step 0")
 
 
 # What would change the digest: each of these is an error that the other tests are to notice.
