@@ -82,7 +82,7 @@ def digests(source: Any) -> dict[str, str]:
     if isinstance(source, (str, os.PathLike)):
         reader = Reader.open(local_path("digest: path", source))
         read = {name: reader.whole if entry.dtype else reader.plain for name, entry in reader.entries.items()}
-        return {name: _of(value(name)) for name, value in read.items()}
+        return {name: digest_of(value(name)) for name, value in read.items()}
     refuse_derivatives("digest")
     with torch.no_grad():
         return {name: made for leaf in leaves_of(source) for name, made in _of_leaf(leaf)}
@@ -98,10 +98,11 @@ def _of_leaf(leaf: Leaf) -> Iterator[tuple[str, str]]:
     elif leaf.tensor is None:  # nothing yet, and nothing in a checkpoint
         return
     for names, value in leaf.wholes():
-        yield from dict.fromkeys(names, _of(value)).items()
+        yield from dict.fromkeys(names, digest_of(value)).items()
 
 
-def _of(x: Any) -> str:
+def digest_of(x: Any) -> str:
+    """Return the digest of a tensor or of a plain value."""
     if isinstance(x, Tensor):
         x = x.detach().cpu().contiguous().resolve_conj().resolve_neg()
         made = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}\n".encode())
@@ -114,7 +115,7 @@ def _of(x: Any) -> str:
 def _text(x: Any) -> str:
     if isinstance(x, (set, frozenset)):
         return f"{type(x).__name__} {sorted(map(repr, x))}"
-    return _of(x) if isinstance(x, Tensor) else repr(x)
+    return digest_of(x) if isinstance(x, Tensor) else repr(x)
 
 
 class Difference(NamedTuple):

@@ -245,7 +245,7 @@ class _Unpickler(pickle._Unpickler):
 _Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]  # by name, and where in the tensor
 
 
-def entries_of(raw: bytes) -> dict[str, Entry]:
+def entries_of(raw: bytes, file: object = METADATA) -> dict[str, Entry]:
     """Parse the pickle, and verify the type of every part of it, and that it names only what metadata needs."""
     try:
         unpickler = _Unpickler(raw)
@@ -257,7 +257,7 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
         return {_text(name): _entry(name, x, places) for name, x in described}
     except Exception as error:  # arbitrary bytes raise arbitrary errors
         what = shown(f"{type(error).__name__}: {error}")
-        raise RuntimeError(f"not metadata of a checkpoint; nothing in it was executed ({what})") from error
+        raise RuntimeError(f"{file}: not metadata of a checkpoint; nothing in it was executed ({what})") from error
 
 
 def _fields(x: Any, cls: type) -> Any:

@@ -55,10 +55,7 @@ class Reader:
                 f"{name}: {_found(name, lengths)}, expected {nbytes} bytes" for name, nbytes in expected.items()
             ]
             reject(f"{folder}: damaged", damaged, _DAMAGED, RuntimeError)
-        try:
-            entries = entries_of(raw)
-        except RuntimeError as error:
-            raise RuntimeError(f"{folder / METADATA}: {error}") from error
+        entries = entries_of(raw, folder / METADATA)
         problems = {
             f"{name!r}: {problem}"
             for name, entry in entries.items()
