@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import optree
@@ -125,7 +126,7 @@ MADE: dict[str, Callable[[fs.Mesh], Made]] = {
 }
 
 
-def compare(mesh: fs.Mesh, name: str, backend: str, atol: float) -> None:
+def compare(mesh: fs.Mesh, name: str, backend: str) -> None:
     params, fn = MADE[name](mesh)
     step = mesh.spmd(fn)
     compiled = fs.compile(step, backend=backend)
@@ -134,26 +135,19 @@ def compare(mesh: fs.Mesh, name: str, backend: str, atol: float) -> None:
     for each in (step, compiled):
         torch.manual_seed(0 if mesh.is_simulated else mesh.rank)
         results.append(each(params, rows(mesh, 1)))
-    assert_trees_close(*results, rtol=0, atol=atol)
+    assert_trees_close(*results, rtol=0, atol=0.0 if backend == "replay" else 1e-5)
 
 
 SIMULATED = ("dropout", "encoded", "loss scale", "buffers")
+COMPILED = ("dropout", "bfloat16", "frozen and kept", "loss scale", "buffers")
+CASES: list[Any] = [*product(gloo(2), MADE, ["replay"]), *product(simulated(2), SIMULATED, ["replay"])]
+BY_COMPILER = product([*simulated(2), *gloo(2)], COMPILED, ["aot_eager"])
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in BY_COMPILER]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "name"),
-    [*((gloo(2)[0], name) for name in MADE), *((simulated(2)[0], name) for name in SIMULATED)],
-    ids=str,
-)
-def test_a_replay_is_bitwise_the_step(ranks: Ranks, name: str) -> None:
-    ranks.run(compare, name, "replay", 0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dropout", "bfloat16", "frozen and kept", "loss scale", "buffers"])
-@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
-def test_a_graph_for_a_compiler_gives_the_numbers_of_the_step(ranks: Ranks, name: str) -> None:
-    ranks.run(compare, name, "aot_eager", 1e-5)
+@pytest.mark.parametrize(("ranks", "name", "backend"), CASES, ids=str)
+def test_a_replay_is_bitwise_the_step_and_a_compiler_rounds(ranks: Ranks, name: str, backend: str) -> None:
+    ranks.run(compare, name, backend)
 
 
 def test_codecs_are_refused_by_compilers() -> None:
