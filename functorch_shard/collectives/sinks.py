@@ -50,11 +50,7 @@ class Sink:
     is_open = False  # whether the function that fs.grad differentiates is running
 
     def start(self, node: Any, grads: Sequence[Tensor]) -> tuple[bool, Sequence[Tensor]]:
-        """Return whether ``node`` takes the mean of ``grads`` in the backward that is running, and ``grads``.
-
-        Raises:
-            RuntimeError: it does, and so would another node that this derivative is about to go through.
-        """
+        """Return whether ``node`` takes the mean of ``grads``, and ``grads``; raise if a node behind it would too."""
         if not self.averages:
             return False, grads
         if any(map(_is_averaged, nodes(*nodes_behind(node)))):
@@ -109,8 +105,7 @@ def inside() -> bool:
 class Boundary(Sink):
     """One call of ``fs.grad``. While its function runs, a derivative at its level belongs to an inner program.
 
-    Args:
-        inputs: the leaves to differentiate with respect to, if the caller adds :attr:`totals` to their gradients.
+    ``inputs`` are the leaves to differentiate with respect to, if the caller adds :attr:`totals` to their gradients.
     """
 
     def __init__(self, inputs: Sequence[Tensor] = ()) -> None:

@@ -112,10 +112,9 @@ def as_inputs(values: Sequence[Any]) -> list[Tensor]:
 
 
 def simplify(graph: GraphModule) -> list[Collective]:
-    """Remove from ``graph`` what has no effect on its outputs and inputs, bit by bit; nothing is reordered.
+    """Remove from ``graph`` what has no effect on its outputs and inputs, and its markers of collectives; return these.
 
-    Returns:
-        The collectives of simulated ranks, which are arithmetic in the graph: it had a marker for each.
+    No bit changes, and nothing is reordered. Simulated ranks have markers, as their collectives are arithmetic.
     """
     markers = [node for node in graph.graph.nodes if node.target is RECORD]
     for node in markers:

@@ -130,13 +130,9 @@ def cost_of(shape: Sequence[int]) -> int:
 
 
 def assign(costs: Sequence[int], num_ranks: int, held: Sequence[Sequence[int]]) -> list[int]:
-    """Return the owner of each parameter.
+    """Return the owner of each parameter, by its cost.
 
-    Args:
-        costs: of each parameter.
-        num_ranks: the owners to choose from.
-        held: for each parameter the elements that each rank has of it already. Of ranks with the same work so far, the
-            one with most of them is chosen, then the first.
+    Of ranks with the same work so far it is the one that has most of its elements (``held``) already, then the first.
     """
     work, owners = [0] * num_ranks, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):

@@ -202,8 +202,7 @@ def mapped_call(args: Any, kwargs: Any, in_dims: Any, sizes: tuple[int, ...]) ->
 def placed(tree: Any, out_dims: Any, num_axes: int, once: Callable[[int, Tensor], Tensor | str]) -> Any:
     """Return ``tree``, whose tensors have leading rank dims, with those where ``out_dims`` says.
 
-    Args:
-        once: from the number of a leaf, and the leaf, to what it is on every rank; or to how it differs.
+    ``once`` gives what the leaf of a number is on every rank, or says how it differs.
     """
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
     made: list[Any] = []
