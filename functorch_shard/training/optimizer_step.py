@@ -240,9 +240,10 @@ def _begun(param: Tensor, first: First | None, rows: Rows) -> Tensor | None:
     """An entry of state before the first step; ``None`` if that creates it."""
     if first is None:
         return None
-    if first.device:
-        return torch.full(rows, first.value, dtype=first.dtype, device=first.device)
-    return memory_kind_of(param).put(torch.full_like(param, first.value, dtype=first.dtype))
+    value, dtype, device = first
+    if device:
+        return torch.full(rows, value, dtype=dtype, device=device)
+    return memory_kind_of(param).put(torch.full_like(param, value, dtype=dtype))
 
 
 def run_below_transforms(call: Callable[..., Any], rows: Rows, *trees: Any) -> Any:

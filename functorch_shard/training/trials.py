@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, optim
@@ -16,6 +16,8 @@ from ..torch_internals.autograd import outside_transforms, untraced, without_com
 Class = type[torch.optim.Optimizer]
 Options = Mapping[str, Any]
 Leaves = dict[str, Any]  # of a buffer, by name
+# The number, dtype, and for a scalar the device, of an entry of state before the first step.
+First = tuple[complex, torch.dtype, torch.device | None]
 NUMBERS = bool, int, float
 NUMBER = "group."  # before the names of numbers that a class keeps in its parameter groups
 IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
@@ -27,14 +29,6 @@ ELEMENTWISE = (*LEAVE_GRADIENTS, optim.Adamax, optim.Rprop, optim.Adagrad)
 _WHOLE = (optim.Adafactor, optim.Muon)
 _BEGIN_WITH_NUMBERS = (*_OF_AVERAGES, optim.Adamax, optim.Adagrad, *_WHOLE)
 _TRIAL_STEPS = 12  # more than warm-ups and lookaheads take
-
-
-class First(NamedTuple):
-    """The number, dtype, and for a scalar the device, of an entry of state before the first step."""
-
-    value: complex
-    dtype: torch.dtype
-    device: torch.device | None
 
 
 def state_of(cls: Class, options: Options, like: Tensor) -> dict[str, First | None]:
@@ -54,7 +48,7 @@ def state_of(cls: Class, options: Options, like: Tensor) -> dict[str, First | No
     for name, x in kept.items():
         if (value := first_value(cls, options, name)) is not None:
             both = complex(value, value) if x.is_complex() else value  # of Adagrad, in its view as real numbers
-            begun[name] = First(both, x.dtype, None if x.ndim else x.device)
+            begun[name] = both, x.dtype, None if x.ndim else x.device
     return begun
 
 

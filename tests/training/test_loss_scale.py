@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -152,43 +151,34 @@ OPTIMIZERS: dict[str, fs.Optimizer] = {
 }
 
 
-def skipping_steps(mesh: fs.Mesh, name: str, bad_rank: int, num_steps: int = 4) -> list[Any]:
-    """Trees before and after each step; in the odd ones rank ``bad_rank`` alone has an infinite gradient."""
+def skipped(mesh: fs.Mesh, name: str, bad_rank: int) -> Any:
+    """The last parameters and scale, of steps of which rank ``bad_rank`` alone has an infinite gradient in odd ones.
+
+    These were skipped on all ranks, and the others taken.
+    """
     opt, scaling = OPTIMIZERS[name], SCALES["dynamic"]
     _, params = model_and_tree(mesh)
-    state, scale = mesh.spmd(opt.init)(params), mesh.spmd(scaling.init)(params)
 
     @mesh.spmd
     def step(params: Any, state: Any, scale: Any, bad: Any) -> Any:
         here = fs.collectives.axis_index(mesh) == bad_rank
-
-        def spoil(x: Tensor) -> Any:
-            return torch.where(here & bad & (torch.arange(len(x)) == 1), INF, x * 2**10)
-
-        grads, finite = scaling.unscale(map_items(lambda key, x: spoil(x), params), scale)
+        spoil = lambda _, x: torch.where(here & bad & (torch.arange(len(x)) == 1), INF, x * 2**10)  # noqa: E731
+        grads, finite = scaling.unscale(map_items(spoil, params), scale)
         new = opt.step(params, grads=grads, state=state)
         return *scaling.select(finite, new, (params, state)), scaling.update(scale, finite), finite
 
-    history = [(params, state, scale, None)]
-    for i in range(num_steps):
-        bad: Any = torch.tensor(i % 2 == 1)
-        bad = bad.expand(tuple(mesh.axes.values())) if mesh.is_simulated else bad
-        history.append(step(*history[-1][:3], bad))
-    return history
-
-
-def skipped(mesh: fs.Mesh, name: str, bad_rank: int) -> Any:
-    """The last parameters and scale; the odd steps were skipped, on all ranks, and the others taken."""
-    history = skipping_steps(mesh, name, bad_rank)
-    for i, (before, (*after, scale, finite)) in enumerate(pairwise(history)):
-        odd = i % 2 == 1
+    trees: Any = params, mesh.spmd(opt.init)(params)
+    scale: Any = mesh.spmd(scaling.init)(params)
+    for odd in (False, True, False, True):
+        bad = torch.tensor(odd).expand(tuple(mesh.axes.values()) if mesh.is_simulated else ())
+        *after, new_scale, finite = step(trees[0], trees[1], scale, bad)
         assert (finite.all(), finite.any()) == (not odd, not odd)
-        assert all(torch.equal(x, before[0][key]) for key, x in after[0].items()) == odd
+        assert all(torch.equal(x, trees[0][key]) for key, x in after[0].items()) == odd
         if odd:
-            assert_trees_close(tuple(after), before[:2], rtol=0, atol=0)
-        assert ((scale["scale"] == before[2]["scale"] / 2) == odd).all()
-    params, _, scale, _ = history[-1]
-    return dict(params), scale
+            assert_trees_close(tuple(after), trees, rtol=0, atol=0)
+        assert ((new_scale["scale"] == scale["scale"] / 2) == odd).all()
+        trees, scale = tuple(after), new_scale
+    return dict(trees[0]), scale
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
