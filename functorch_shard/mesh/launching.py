@@ -71,18 +71,18 @@ def fresh_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str:
             raise RuntimeError(f"rank 0 did not start or ended, while rank {rank} waited for it: {error}") from error
         store.set(f"{prefix}/{rank}", name)
         return prefix
-    end, waiting, answered = time.monotonic() + timeout.total_seconds(), range(1, size), {""}
-    while waiting:
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        newest = {other: _read(store, f"hello/{other}") for other in range(1, size)}
+        for other in {*newest.values()} - {""}:
+            store.set(f"answer/{other}", name)
+        waiting = [other for other in newest if not newest[other] or _read(store, f"{name}/{other}") != newest[other]]
+        if not waiting:
+            return name
         if time.monotonic() > end:
             who = f"rank{'s' if len(waiting) > 1 else ''} {', '.join(map(str, waiting))} of {size}"
             raise RuntimeError(f"{who} did not respond within {timeout.total_seconds():g} s: the job needs all of them")
-        newest = {other: _read(store, f"hello/{other}") for other in range(1, size)}
-        for other in {*newest.values()} - answered:
-            store.set(f"answer/{other}", name)
-            answered.add(other)
         time.sleep(0.01)
-        waiting = [other for other in newest if not newest[other] or _read(store, f"{name}/{other}") != newest[other]]
-    return name
 
 
 def _read(store: Any, key: str) -> str:

@@ -32,6 +32,12 @@ _BIND = (
     "Simulated ranks share the model, where each real rank has one. Give each rank its own: inside of the function, "
     "fs.bind(model, full)(x) in place of functional_call(model, full, (x,))."
 )
+_SETTINGS_CHANGED = (
+    "spmd: a simulated rank waits for a collective inside of another torch.get_default_dtype(), "
+    "torch.nn.attention.sdpa_kernel, torch.autograd.detect_anomaly or torch.nn.utils.parametrize.cached. Torch keeps "
+    "it for the whole process, so the other ranks would be inside of it too. Set it around mesh.spmd; cache "
+    "parametrizations where nothing is communicated."
+)
 
 
 @dataclass
@@ -152,7 +158,8 @@ class Run:
         self._waiting[rank] = meeting
         try:
             if (following := self._next()) != rank:
-                self._check_settings()
+                if _settings() != self._settings:
+                    raise RuntimeError(_SETTINGS_CHANGED)
                 self._modules.end(rank)
                 self._numbers.end(rank)
                 self._pass_to(following)
@@ -183,15 +190,6 @@ class Run:
             title = "simulated ranks wait for each other, and none can go on:"
             self._failure = "\n".join([title, *lines, _ADVICE])
         return ([*self._waiting] or left)[-1] if left and self._failure else min(able, default=None)
-
-    def _check_settings(self) -> None:
-        changed = [name for name, value in _settings().items() if value != self._settings[name]]
-        if changed:
-            raise RuntimeError(
-                f"spmd: a simulated rank waits for a collective inside of {', '.join(changed)}, which torch keeps for "
-                "the whole process, so the other ranks would be inside of it too. Set it around mesh.spmd; cache "
-                "parametrizations where nothing is communicated."
-            )
 
 
 def _results(op: Collective, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -321,13 +319,9 @@ def _is_replaced(module: nn.Module, before: list[Tensor]) -> bool:
     return changed or any(not isinstance(p, nn.Parameter) for p in module.parameters(recurse=False))
 
 
-def _settings() -> dict[str, object]:
+def _settings() -> tuple[object, ...]:
     """Return what contexts of torch change for the whole process; all ranks have the same while one waits."""
     cuda = torch.backends.cuda
     kernels = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
-    return {
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        "the kernels of torch.nn.attention.sdpa_kernel": (*kernels, cuda.cudnn_sdp_enabled()),
-        "torch.autograd.detect_anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        "torch.nn.utils.parametrize.cached": parametrizations_are_cached(),
-    }
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    return torch.get_default_dtype(), kernels, cuda.cudnn_sdp_enabled(), anomaly, parametrizations_are_cached()

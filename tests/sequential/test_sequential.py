@@ -68,13 +68,6 @@ def test_ranks_take_turns_in_their_order() -> None:
     assert order == [(i, rank) for i in range(3) for rank in range(3)]
 
 
-def test_an_axis_connects_the_ranks_of_its_row_alone() -> None:
-    mesh = mesh_of({"replicate": 2, "shard": 3})
-    x = torch.arange(6.0).view(2, 3)
-    assert mesh.spmd(lambda x: psum(x, mesh["shard"]))(x).tolist() == [[3.0] * 3, [12.0] * 3]
-    assert mesh.spmd(lambda x: psum(x, mesh["replicate"]))(x).tolist() == [[3.0, 5.0, 7.0]] * 2
-
-
 # how a program ends
 
 
@@ -210,17 +203,6 @@ def test_what_differs_between_ranks_is_refused_or_returned_as_a_list() -> None:
     assert "different structures" in refused(mesh.spmd(lambda x: [x] * (1 + mesh.rank)), rows())
     assert "out_dims=None is for results that are the same" in refused(mesh.spmd(lambda x: x, out_dims=None), rows())
     assert "args[0]: shape (2, 3), expected (3,) as leading dims" in refused(mesh.spmd(torch.sin), torch.ones(2, 3))
-
-
-def test_a_donated_argument_is_written_to() -> None:
-    mesh, source = mesh_of(), {"w": torch.arange(5.0)}
-    params = fs.shard(source, fs.plan(source, mesh))
-    sgd = fs.optimizer(torch.optim.SGD, lr=1.0)
-    before = params["(root)"]._version
-    stepped, _ = mesh.spmd(lambda p, s: sgd.step(p, grads=p, state=s, donate=True))(params, sgd.init(params))
-    assert not stepped["(root)"].any()
-    assert not params["(root)"].any()
-    assert params["(root)"]._version > before
 
 
 # what each has for itself
