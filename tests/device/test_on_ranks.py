@@ -41,13 +41,9 @@ QUIET: dict[str, Any] = {
 }
 
 
-def watched(mesh: fs.Mesh, name: str) -> None:
-    train(mesh, around=ranks.steps, **QUIET[name])
-
-
 @pytest.mark.parametrize("name", QUIET)
 def test_the_host_does_not_wait_for_the_device_in_a_step(name: str) -> None:
-    for report in ranks.reports(partial(watched, name=name), axes=TWO):
+    for report in ranks.reports(partial(train, around=ranks.steps, **QUIET[name]), axes=TWO):
         assert not report.syncs
 
 
@@ -70,10 +66,6 @@ def test_a_recorded_step_of_one_rank_has_all_tensors_on_the_device_so_cuda_graph
     assert {*report.result} == {"sim"}
 
 
-def cuda_graphs(mesh: fs.Mesh) -> str:
-    return refused(train, mesh, backend="cudagraphs")
-
-
 def test_a_recorded_step_of_several_ranks_has_handles_of_collectives_on_the_host_and_cuda_graphs_are_refused() -> None:
-    for report in ranks.reports(cuda_graphs, axes=TWO):
+    for report in ranks.reports(partial(refused, train, backend="cudagraphs"), axes=TWO):
         assert "are on the CPU here, first 'start' (call_function functorch_shard.start.default)" in report.result

@@ -133,14 +133,10 @@ def test_what_is_made_from_pinned_shards_is_pinned() -> None:
         assert all(report.result)
 
 
-def host_waits(mesh: fs.Mesh, donate: bool) -> None:
-    train(mesh, offload="cpu", donate=donate, around=steps)
-
-
 @pytest.mark.parametrize("donate", [True, False])
 def test_an_offloaded_step_waits_for_no_copy_of_a_unit(donate: bool) -> None:
     """The host waits for gradients when backward ends, for the norm, and before it writes to what is being copied."""
-    for report in reports(partial(host_waits, donate=donate), axes=TWO):
+    for report in reports(partial(train, offload="cpu", donate=donate, around=steps), axes=TWO):
         assert not report.findings
         waits = Counter(text.split(" in ")[0] for text in report.syncs)
         assert waits.pop("event") == 2 * BUFFERS

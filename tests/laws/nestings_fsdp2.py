@@ -29,11 +29,8 @@ RANKS = 2
 def verdicts(rows: list[Row]) -> list[str]:
     """For each row: right, wrong, or the error."""
     results = run_ranks(_on_this_rank, RANKS, rows)
-    return [verdict(_agreed([result[i] for result in results]), RANKS, row) for i, row in enumerate(rows)]
-
-
-def _agreed(of_ranks: list[Any]) -> Any:
-    return next((x for x in of_ranks if isinstance(x, str)), of_ranks[0])
+    first = [next((x for x in of_ranks if isinstance(x, str)), of_ranks[0]) for of_ranks in zip(*results, strict=True)]
+    return [verdict(result, RANKS, row) for result, row in zip(first, rows, strict=True)]
 
 
 def _on_this_rank(rows: list[Row]) -> list[Any]:

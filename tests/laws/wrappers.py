@@ -23,24 +23,16 @@ from tests.support.models import loss_of
 tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
 
 
-def _unchanged(value: Any) -> Any:
-    return value
-
-
 @dataclass(frozen=True)
 class Wrapper:
     """Options of ``plan`` and ``gather``, and functions of the tree, of the loss and of the step."""
 
     plan: Mapping[str, Any] = field(default_factory=dict)
     gather: Mapping[str, Any] = field(default_factory=dict)
-    tree: Callable[[fs.Sharded], fs.Sharded] = _unchanged
+    tree: Callable[[fs.Sharded], fs.Sharded] = lambda tree: tree
     output: Callable[[nn.Module, Any, Tensor, Tensor], Tensor] = loss_of
-    loss: Callable[[Any], Any] = _unchanged
-    step: Callable[[Any], Any] = _unchanged
-
-
-def _bound(model: nn.Module, full: Any, x: Tensor, y: Tensor) -> Tensor:
-    return ((fs.bind(model, full)(x) - y) ** 2).mean()
+    loss: Callable[[Any], Any] = lambda loss: loss
+    step: Callable[[Any], Any] = lambda step: step
 
 
 def _saved_and_loaded(tree: fs.Sharded) -> fs.Sharded:
@@ -49,18 +41,6 @@ def _saved_and_loaded(tree: fs.Sharded) -> fs.Sharded:
             return tree  # ranks save together, into one directory: tests/checkpoint
         fs.checkpoint.save(f"{folder}/tree", tree)
         return fs.checkpoint.load(f"{folder}/tree", tree)
-
-
-def _pickled(tree: fs.Sharded) -> fs.Sharded:
-    return pickle.loads(pickle.dumps(copy.deepcopy(tree))).on(tree.layout.mesh)
-
-
-def _moved(tree: fs.Sharded) -> fs.Sharded:
-    return fs.Sharded(fs.offload(tree, "cpu"), tree.layout)
-
-
-def _counted(tree: fs.Sharded) -> fs.Sharded:
-    return fs.Sharded(tree, tree.layout.on(tree.layout.mesh.with_backend(Counter())))
 
 
 def _replayed(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,14 +56,14 @@ def _replayed(step: Callable[..., Any]) -> Callable[..., Any]:
 WRAPPERS: dict[str, Wrapper] = {
     "plain": Wrapper(),
     "gathered at once": Wrapper(gather={"lazy": False}),
-    "bind": Wrapper(output=_bound),
+    "bind": Wrapper(output=lambda model, full, x, y: ((fs.bind(model, full)(x) - y) ** 2).mean()),
     "remat": Wrapper(loss=fs.remat),
-    "offload": Wrapper(tree=_moved),
+    "offload": Wrapper(tree=lambda tree: fs.Sharded(fs.offload(tree, "cpu"), tree.layout)),
     "saved and loaded": Wrapper(tree=_saved_and_loaded),
-    "pickled": Wrapper(tree=_pickled),
-    "counted": Wrapper(tree=_counted),
+    "pickled": Wrapper(tree=lambda tree: pickle.loads(pickle.dumps(copy.deepcopy(tree))).on(tree.layout.mesh)),
+    "counted": Wrapper(tree=lambda tree: tree.on(tree.layout.mesh.with_backend(Counter()))),
     "replayed": Wrapper(step=_replayed),
-    "encoded": Wrapper(gather={"codec": (_unchanged, _unchanged)}),
+    "encoded": Wrapper(gather={"codec": (lambda x: x, lambda x: x)}),
     "kept for backward": Wrapper(plan={"reshard_after_forward": False}),
     "one parameter a unit": Wrapper(plan={"units": 1}),
     "one unit, packed": Wrapper(plan={"units": 10**9, "align_bytes": 0}),

@@ -79,10 +79,6 @@ def of_digits(rows: int) -> tuple[Tensor, Tensor]:
     return torch.rand(rows, 5, generator=draw(), dtype=torch.float64), torch.randint(3, (rows,), generator=draw())
 
 
-def of_maml(mesh: fs.Mesh) -> Any:
-    return maml.train(mesh, small(1, 6, 1), [maml.sines(draw(), 8)])[0]
-
-
 def gradient_of(mesh: fs.Mesh, model: nn.Module | fs.Sharded, gradient: Any, *batch: Tensor) -> Any:
     """The gradient, and the loss of all samples."""
 
@@ -123,10 +119,6 @@ def of_agents(mesh: fs.Mesh) -> Any:
     state, action, noise = torch.randn(4, 5, generator=draw(), dtype=torch.float64).split((2, 1, 2), -1)
     trees, losses = agents.train(mesh, agents.new_model(), [(state, action, *agents.push(state, action), noise)])
     return *trees, losses
-
-
-def of_dp_sgd(mesh: fs.Mesh) -> Any:
-    return dp_sgd.train(mesh, small(5, 6, 3), of_digits(8), 0.5, 1)[0]
 
 
 def of_influence(mesh: fs.Mesh) -> Any:
@@ -307,13 +299,13 @@ PROGRAMS: dict[str, Program] = {
     **{f"training: {case}": partial(steps_of, case=case) for case in training.CASES},
     **{f"repaired: {name}": partial(public_bugs.whole, name=name, wrong=False) for name in public_bugs.BUGS},
     "example: unit_test_your_sharding": tested.first_step,
-    "example: maml": of_maml,
+    "example: maml": lambda mesh: maml.train(mesh, small(1, 6, 1), [maml.sines(draw(), 8)])[0],
     "example: pinn": of_pinn,
     "example: force_field": of_force_field,
     "example: contrastive": of_contrastive,
     "example: contrastive, GradCache": partial(of_contrastive, chunks=2),
     "example: agents": of_agents,
-    "example: dp_sgd": of_dp_sgd,
+    "example: dp_sgd": lambda mesh: dp_sgd.train(mesh, small(5, 6, 3), of_digits(8), 0.5, 1)[0],
     "example: influence": of_influence,
     "example: lanczos": of_lanczos,
     "example: evolution": of_evolution,

@@ -118,24 +118,12 @@ def saved_and_loaded(params: fs.Sharded) -> None:
         assert fs.checkpoint.digest(params) == fs.checkpoint.digest(f"{directory}/all")
 
 
-def lazy_step(params: Any) -> Any:
-    return fs.grad(lambda p: loss(fs.Sharded(p, params.layout)))(params)
-
-
 def initialization(one: Callable[[], nn.Module]) -> Task:
     def task(n: int) -> Callable[[], Any]:
         model = model_of(n, one)
         return partial(fs.init, model, fs.plan(model, MESH))
 
     return task
-
-
-def of_strangers(params: fs.Sharded) -> str:
-    return refused(fs.shard, {f"module.{name}": x for name, x in fs.gather(params).items()}, params.layout)
-
-
-def without_rank_dims(n: int) -> Callable[[], Any]:
-    return partial(refused, MESH.spmd(lambda rows: rows), {Name(f"x{i}"): torch.zeros(3) for i in range(n)})
 
 
 TASKS: dict[str, Task] = {
@@ -159,12 +147,16 @@ TASKS: dict[str, Task] = {
     "repr": of_tree(repr),
     "reshard": of_tree(lambda x: fs.reshard(x, planned(len(x.layout.units), fs.simulated_mesh(3)))),
     "files": of_tree(saved_and_loaded),
-    "a lazy step": of_tree(lazy_step, ONE),
-    "a lazy step that keeps units": of_tree(lazy_step, ONE, reshard_after_forward=False),
+    "a lazy step": of_tree(fs.grad(loss), ONE),
+    "a lazy step that keeps units": of_tree(fs.grad(loss), ONE, reshard_after_forward=False),
     "init": initialization(lambda: nn.Linear(2, 2)),
     "init of private resets": initialization(lambda: nn.MultiheadAttention(2, 1)),
-    "an error of wrong names": of_tree(of_strangers),
-    "an error of rank dims": without_rank_dims,
+    "an error of wrong names": of_tree(
+        lambda params: refused(fs.shard, {f"module.{name}": x for name, x in fs.gather(params).items()}, params.layout)
+    ),
+    "an error of rank dims": lambda n: partial(
+        refused, MESH.spmd(lambda rows: rows), {Name(f"x{i}"): torch.zeros(3) for i in range(n)}
+    ),
 }
 
 

@@ -139,9 +139,5 @@ def test_a_moving_average_sends_nothing_and_is_evaluated_like_parameters(mesh: f
     (x,) = samples(mesh, 5)
     out = mesh.spmd(lambda a, f, x: functional_call(model, fs.gather(a, f), (x,)))(average, frozen, mesh.split(x))
     rest = {name: p for name, p in values_of(model).items() if name not in expected}
-    assert_close(out.flatten(0, -2), mesh_rows(mesh, functional_call(model, {**expected, **rest}, (x,))))
-
-
-def mesh_rows(mesh: fs.Mesh, rows: Tensor) -> Tensor:
-    """Of the results for a global batch, those that this process has."""
-    return mesh.split(rows).flatten(0, -2)
+    wanted = mesh.split(functional_call(model, {**expected, **rest}, (x,)))  # what this process has
+    assert_close(out.flatten(0, -2), wanted.flatten(0, -2))

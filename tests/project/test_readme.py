@@ -85,20 +85,14 @@ def loss(model: nn.Module, params: dict[str, Any], x: Tensor) -> Tensor:
     return functional_call(model, params, (x,)).square().mean()
 
 
-def hessian_vector_product(model: nn.Module, params: dict[str, Any], x: Tensor) -> Any:
-    return jvp(grad(lambda p: loss(model, p, x)), (params,), (params,))
-
-
-def gradients_of_samples(model: nn.Module, params: dict[str, Any], x: Tensor) -> Any:
-    return vmap(lambda row: grad(lambda p: loss(model, p, row[None]))(params))(x)
-
-
 ROWS: dict[str, Callable[[nn.Module, dict[str, Any], Tensor], Any]] = {
     "`functional_call` with a dict of tensors": loss,
     "`torch.func.grad` by parameters": lambda model, params, x: grad(lambda p: loss(model, p, x))(params),
     "`jvp`, forward mode": lambda model, params, x: jvp(lambda p: loss(model, p, x), (params,), (params,)),
-    "Hessian-vector products": hessian_vector_product,
-    "gradients of each sample, `vmap(grad(...))`": gradients_of_samples,
+    "Hessian-vector products": lambda model, params, x: jvp(grad(lambda p: loss(model, p, x)), (params,), (params,)),
+    "gradients of each sample, `vmap(grad(...))`": lambda model, params, x: vmap(
+        lambda row: grad(lambda p: loss(model, p, row[None]))(params)
+    )(x),
     "`deepcopy`, moving averages of parameters": lambda model, params, x: copy.deepcopy(model),
 }
 

@@ -38,10 +38,6 @@ def loss_between_marks(live: LiveBytes, i: int, model: nn.Module, parameters: An
     return loss
 
 
-def loss_of_shards(params: fs.Sharded, live: LiveBytes, i: int, model: nn.Module, x: Tensor) -> Tensor:
-    return loss_between_marks(live, i, model, lambda: fs.gather(params), x)
-
-
 def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
     gc.disable()
     if way == "sockets":
@@ -58,7 +54,8 @@ def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
         state = opt.init(params)
         for i, x in enumerate(samples):
             live.mark(f"step {i}")
-            grads, value = fs.grad_and_value(loss_of_shards)(params, live, i, model, x)
+            loss = lambda p, i=i, x=x: loss_between_marks(live, i, model, lambda: fs.gather(p), x)  # noqa: E731
+            grads, value = fs.grad_and_value(loss)(params)
             live.mark(f"update {i}")
             params, state = opt.step(params, grads=grads, state=state, donate=True)
             live.mark(f"updated {i}")

@@ -73,13 +73,9 @@ def overlap(mesh: fs.Mesh) -> None:
 def spans_of(events: Any) -> tuple[list[Span], list[Span]]:
     """When all-gathers ran on the device, and when kernels of the model did."""
     on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-    named = [(e.name.lower(), _span(e)) for e in on_device]
+    named = [(e.name.lower(), (e.time_range.start, e.time_range.end)) for e in on_device]
     gathers = [span for name, span in named if name.startswith("nccl") and "kernel" in name and "allgather" in name]
     return gathers, [span for name, span in named if any(word in name for word in ("gemm", "cutlass", "nvjet", "tanh"))]
-
-
-def _span(event: Any) -> Span:
-    return event.time_range.start, event.time_range.end
 
 
 def num_overlapping(spans: Sequence[Span], others: Sequence[Span]) -> int:

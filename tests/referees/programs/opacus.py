@@ -73,7 +73,8 @@ def private_step(where: Where) -> dict[str, Any]:
         optimizer.step()
         return {"parameters": dict(model.named_parameters())}
     generator = torch.Generator().manual_seed(5)  # the same on every rank, and the draws of the optimizer
-    noise = {name: torch.empty_like(p).normal_(0, NOISE * CLIP, generator=generator) for name, p in _named(model)}
+    own = model.named_parameters()
+    noise = {name: torch.empty_like(p).normal_(0, NOISE * CLIP, generator=generator) for name, p in own}
     layout = fs.plan(model, where)
     params = fs.shard(model, layout)
 
@@ -89,10 +90,6 @@ def private_step(where: Where) -> dict[str, Any]:
         )
 
     return {"parameters": fs.gather(step(params, fs.shard(noise, layout), *where.split(data())), lazy=False)}
-
-
-def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, p.detach()) for name, p in model.named_parameters()]
 
 
 REFEREES = [
