@@ -219,13 +219,9 @@ def merged(layout: Layout, others: Sequence[Layout]) -> Layout:
 
     Cached: every gather of the same parts uses the same object, with what was derived from it.
     """
-    parts = tuple(others)
-    if parts not in layout.derived:
-        layout.derived[parts] = _merged([layout, *parts])
-    return layout.derived[parts]
-
-
-def _merged(layouts: Sequence[Layout]) -> Layout:
+    if (parts := tuple(others)) in layout.derived:
+        return layout.derived[parts]
+    layouts = [layout, *parts]
     said = [{name: getattr(layout, name) for name in _OPTIONS} | _precisions(layout) for layout in layouts]
     problems = [
         f"{what}: {said[0][what]!r} in the first tree, {value!r} in another"
@@ -242,7 +238,8 @@ def _merged(layouts: Sequence[Layout]) -> Layout:
         units[unit.name] = replace(unit, buffers=tuple(sorted(buffers, key=lambda buffer: buffer.slots[0].index)))
     aliases = tuple(sorted({pair for layout in layouts for pair in layout.aliases}))
     in_order = sorted(units.values(), key=lambda unit: unit.buffers[0].slots[0].index)
-    return replace(layouts[0], units=tuple(in_order), aliases=aliases)
+    made = layout.derived[parts] = replace(layout, units=tuple(in_order), aliases=aliases)
+    return made
 
 
 _OPTIONS = "axes", "shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward", "virtual_ranks"

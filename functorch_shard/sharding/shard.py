@@ -222,21 +222,16 @@ def shard_of_rows(rows: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     mesh = layout.mesh
     if mesh.in_spmd:
         return _own_row(rows.flatten(), buffer, layout) if mesh.is_simulated else rows[0]
-    return _stacked(rows, buffer, layout)
+    shard_of = dict(sorted((rank, i) for i, ranks in enumerate(holders_of(buffer, layout)) for rank in ranks))
+    of_ranks = [*shard_of.values()]
+    each = rows if of_ranks == [*range(len(rows))] else rows[of_ranks]  # without a copy of what is there
+    return each.view(*mesh.axes.values(), -1)
 
 
 def _numbers(buffer: Buffer, layout: Layout) -> Sequence[int]:
     """The shards that are made here; simulated ranks choose theirs among all of them."""
     own = layout.mesh.in_spmd and not layout.mesh.is_simulated
     return [int(shard_index(buffer, layout))] if own else range(buffer.num_shards)
-
-
-def _stacked(rows: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    """The shards of all simulated ranks, from a row for each shard."""
-    shard_of = dict(sorted((rank, i) for i, ranks in enumerate(holders_of(buffer, layout)) for rank in ranks))
-    of_ranks = [*shard_of.values()]
-    each = rows if of_ranks == [*range(len(rows))] else rows[of_ranks]  # without a copy of what is there
-    return each.view(*layout.mesh.axes.values(), -1)
 
 
 def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
