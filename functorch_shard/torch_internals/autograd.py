@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial, wraps
+from threading import RLock
 from typing import Any, TypeVar, cast
 
 import torch
@@ -356,7 +357,18 @@ def has_tangents(tensors: Sequence[Tensor]) -> bool:
     return in_forward_mode() and any(unpack_dual(x).tangent is not None for x in tensors)
 
 
-def without_compiling() -> AbstractContextManager[Any]:
-    """A context in which what ``torch.compile`` made runs as it was written, so that modes see each operator."""
-    is_loaded = "torch._dynamo" in sys.modules  # else nothing is compiled yet
-    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+_ONE_AT_A_TIME = RLock()
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """A context in which what ``torch.compile`` made runs as it was written, so that modes see each operator.
+
+    The stance belongs to the process: of two threads in here at once, the one that ends last would leave the other's,
+    and nothing would be compiled from then on.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet
+        yield
+        return
+    with _ONE_AT_A_TIME, torch.compiler.set_stance("force_eager"):
+        yield

@@ -95,16 +95,26 @@ class ModuleTree:
         self.compiled: dict[int, nn.Module] = {}  # torch.compile(module): the module
         self.parameters: dict[str, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
-        for path, module in root.named_modules(remove_duplicate=False):
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            if compiled := module._modules.get(_COMPILED):
-                self.compiled[id(module)] = compiled
-            else:
-                self.modules[id(module)] = module
-            # named_parameters and named_buffers would take three times as long, of each bind
-            for own, found in ((module._parameters, self.parameters), (module._buffers, self.buffers)):
-                found |= {f"{path}.{name}" if path else name: x for name, x in own.items() if x is not None}
+        self._add(root, "")
+
+    def _add(self, module: nn.Module, path: str) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        children = module._modules
+        if _COMPILED in children:
+            self.compiled[id(module)] = children[_COMPILED]  # pyright: ignore[reportArgumentType]
+        else:
+            self.modules[id(module)] = module
+        # named_parameters and named_buffers would take three times as long, of each bind
+        for name, x in module._parameters.items():
+            if x is not None:
+                self.parameters[path + name] = x
+        for name, x in module._buffers.items():
+            if x is not None:
+                self.buffers[path + name] = x
+        for name, child in children.items():
+            if child is not None:
+                self._add(child, f"{path}{name}.")
 
 
 def detach_copy(copy: nn.Module, module: nn.Module) -> None:
