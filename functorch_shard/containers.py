@@ -179,13 +179,16 @@ def filled_variables(fn: FunctionType) -> dict[str, Any]:
     return found
 
 
+_REACHED = (Tensor, torch.nn.Module, torch.Generator)
+
+
 def reached(fn: Any, depth: int = 0, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
     """The tensors, modules and generators that ``fn`` reaches besides its arguments, with the names of its variables.
 
     ``depth``: of how many objects inside of each other the attributes are searched.
     """
     seen = set() if seen is None else seen
-    if isinstance(fn, (Tensor, torch.nn.Module, torch.Generator)):
+    if isinstance(fn, _REACHED):
         yield name, fn
     elif not isinstance(fn, (Static, torch.optim.Optimizer, type, ModuleType)) and id(fn) not in seen:
         seen.add(id(fn))
@@ -201,7 +204,7 @@ def _inside(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
         yield from ((variable, value, depth) for variable, value in named)
         for variable in dict.fromkeys(name for name in x.__code__.co_names if name in x.__globals__):
             value = x.__globals__[variable]
-            is_leaf = isinstance(value, (Tensor, torch.nn.Module, torch.Generator))
+            is_leaf = isinstance(value, _REACHED)
             if is_leaf or (value.__globals__ is x.__globals__ if isinstance(value, FunctionType) else depth):
                 yield variable, value, depth
     elif isinstance(x, MethodType):

@@ -225,7 +225,7 @@ class Writer:
             try:
                 torch.save(x, self)  # pyright: ignore[reportArgumentType]
             except RuntimeError as error:  # torch's own, after a write that failed, for example on a full disk
-                raise error.__context__ or error from None
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         place = {"start": start, "nbytes": self.total - start, "crc": self.crc}
         self.rows.append({"paths": chunk.paths, "shape": chunk.shape, "dtype": dtype, "region": chunk.region, **place})
 

@@ -71,11 +71,12 @@ def fresh_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str:
             raise RuntimeError(f"rank 0 did not start or ended, while rank {rank} waited for it: {error}") from error
         store.set(f"{prefix}/{rank}", name)
         return prefix
-    end = time.monotonic() + timeout.total_seconds()
+    end, answered = time.monotonic() + timeout.total_seconds(), {""}
     while True:
         newest = {other: _read(store, f"hello/{other}") for other in range(1, size)}
-        for other in {*newest.values()} - {""}:
+        for other in {*newest.values()} - answered:
             store.set(f"answer/{other}", name)
+            answered.add(other)
         waiting = [other for other in newest if not newest[other] or _read(store, f"{name}/{other}") != newest[other]]
         if not waiting:
             return name

@@ -158,19 +158,17 @@ def _of_stack(
     shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
 ) -> dict[str, Tensor]:
     """The parameters by name, on batched ranks; outside ``spmd`` from the shards of all ranks."""
-    flats, whole = dict[str, Tensor](), dict[str, Tensor]()
+    whole = dict[str, Tensor]()
     for key, buffer in layout.buffers.items():
-        schedule = layout.schedules[buffer.key, dtype]
+        schedule = layout.schedules[key, dtype]
         x = shards[key].to(working_device(shards[key], layout.mesh.device), non_blocking=True)
         if layout.mesh.in_spmd:
             x = averaged(x, schedule) if buffer.differentiable else x
-            flats[key] = gathered(x, schedule, codec)
+            x = gathered(x, schedule, codec)
         else:
             x = codec.recode(x) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
-            flats[key] = whole_of_stack(x.to(schedule.gathered), buffer, layout)
-    while flats:  # each is freed once it is copied
-        key, x = flats.popitem()
-        whole.update(unpack(x, layout.buffers[key]))
+            x = whole_of_stack(x.to(schedule.gathered), buffer, layout)
+        whole.update(unpack(x, buffer))
     return whole
 
 

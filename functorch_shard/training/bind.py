@@ -83,6 +83,8 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
             elif kind not in _ATOMS:
                 attributes[name] = _rebound(x, copies, own=True)
         object.__setattr__(copies[key], "__dict__", attributes)
+        for name in type(m).__dict__.get("__slots__", ()):
+            object.__setattr__(copies[key], name, _rebound(getattr(m, name), copies))
         detach_copy(copies[key], m)
     return copies.get(id(model), model)
 
