@@ -7,14 +7,14 @@ ranks of the shard axis combine these, and buffers that every rank holds whole a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial, reduce
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collectives.primitives import pmax, psum, shared_max, shared_sum
+from ..collectives.primitives import all_gather, pmax, psum, shared_max, shared_sum
 from ..communication.backend import Axis
 from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
 from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index
@@ -249,28 +249,45 @@ def _by_slot(kind: Norm, x: Tensor, buffer: Buffer, rank: Tensor | int) -> Itera
     return [kind.total(parts.get(slot.name, x[:0])) for slot in buffer.slots]
 
 
+def _block_totals(
+    kind: Norm, shards: Iterable[tuple[Buffer, Tensor]], layout: Layout, by_name: bool = False
+) -> Iterator[OwnTotal]:
+    """Yield the totals of the blocks of shards on this rank, in order, by name or by buffer."""
+    for buffer, x in shards:
+        number = layout.virtual_ranks // buffer.num_shards
+        axes = (shard_axis(layout),) if buffer.num_shards > 1 else ()
+        cut = replace(buffer, num_shards=layout.virtual_ranks)
+        names = [slot.name for slot in buffer.slots] if by_name else [buffer.key]
+        for i, block in enumerate(x.tensor_split(number), int(shard_index(buffer, layout)) * number):
+            totals = _by_slot(kind, block, cut, i) if by_name else [kind.total(block)]
+            yield from zip([(name, axes) for name in names], totals, strict=True)
+
+
 def sums_of(
     kind: Norm, shards: Iterable[tuple[Buffer, Tensor]], layout: Layout, by_name: bool = False
 ) -> dict[Over, Tensor]:
-    """Return the totals of shards over all ranks; with virtual ranks in the order of Note [Blocks]."""
-    if layout.virtual_ranks and not layout.mesh.is_simulated:
-        from ..virtual.blocks import sums_by_block
+    """Return the totals of shards over all ranks; with virtual ranks their bits do not depend on the number of ranks.
 
-        return sums_by_block(shards, layout, kind.total, partial(_by_slot, kind) if by_name else None)
-    return _sums(kind, _own_totals(kind, shards, layout, by_name), layout)
+    Note [Blocks]: in a layout of V virtual ranks a buffer has V blocks, and the shard of a rank is some of them. Each
+    block is reduced to a number where it is; all ranks get these numbers, and each adds up the same vector of V.
+    """
+    in_blocks = layout.virtual_ranks > 0 and not layout.mesh.is_simulated
+    own = _block_totals if in_blocks else _own_totals
+    return _sums(kind, own(kind, shards, layout, by_name), layout, in_blocks)
 
 
-def _sums(kind: Norm, own: Iterable[OwnTotal], layout: Layout) -> dict[Over, Tensor]:
-    """Return the totals over all ranks: one reduction for each axis and dtype."""
+def _sums(kind: Norm, own: Iterable[OwnTotal], layout: Layout, in_blocks: bool = False) -> dict[Over, Tensor]:
+    """Return the totals over all ranks: one reduction for each axis and dtype, of blocks one gather."""
     found: dict[Over, list[Tensor]] = {}
     for key, total in own:
         found.setdefault(key, []).append(total)
-    totals = {key: kind.join(each, layout) for key, each in found.items()}
+    totals = {key: torch.stack(each) if in_blocks else kind.join(each, layout) for key, each in found.items()}
     for axis, dtype in dict.fromkeys((axis, x.dtype) for (_, axes), x in totals.items() for axis in axes):
         keys = [key for key, x in totals.items() if axis in key[1] and x.dtype == dtype]
-        whole = kind.across(torch.stack([totals[key] for key in keys]), axis, layout)
+        mine = torch.stack([totals[key] for key in keys])
+        whole = all_gather(mine, axis, dim=1).contiguous() if in_blocks else kind.across(mine, axis, layout)
         totals |= zip(keys, whole.unbind(), strict=True)
-    return totals
+    return {key: kind.total(x) for key, x in totals.items()} if in_blocks else totals
 
 
 def _sums_of_tree(kind: Norm, tree: Sharded, by_name: bool = False) -> dict[Over, Tensor]:

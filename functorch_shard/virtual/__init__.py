@@ -1,8 +1,8 @@
 """The same bits on any number of ranks: programs of V virtual ranks that run on N real ones, where N divides V.
 
 A layout of ``plan(model, mesh, virtual_ranks=V)`` has buffers of the same length, cut at the same places, for any N.
-``loop``: the gradient of the mean over virtual ranks, added up in a tree that depends on V alone; ``blocks``: sums over
-trees in such an order, for norms; ``keys``: random numbers of a virtual rank. Imports ``training`` and what is below;
+``loop``: the gradient of the mean over virtual ranks, added up in a tree that depends on V alone; ``keys``: random
+numbers of a virtual rank. Norms add up in such an order by themselves. Imports ``training`` and what is below;
 ``fs.virtual`` loads it on first use.
 """
 
