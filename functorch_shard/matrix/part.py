@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
+from ..communication.backend import Axis
 from ..communication.simulated import axes_over
 from ..errors import reject
 from ..layout.buffers import Buffer
@@ -18,7 +20,7 @@ from ..layout.layout import Layout, axis_sizes, rank_dims, shard_at, shard_axis
 from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import being_traced
-from ..training.optimizer_step import PARAM, ByLabel, run_below_transforms
+from ..training.optimizer_step import PARAM, ByLabel, owned, run_below_transforms
 from ..training.trials import Leaves
 from .plan import Plan, make_plan
 from .spec import find_spec
@@ -39,14 +41,14 @@ class WholePart:
     def init(self, params: Sharded) -> dict[str, Leaves]:
         """The state before the first step, by key of a buffer, then by name."""
         found: dict[str, Leaves] = {}
-        for name, buffers in self._plan(params).state.items():
+        for name, buffers in self.plan(params).state.items():
             for key, buffer in buffers.items():
                 found.setdefault(key, {})[name] = self._begun(name, buffer, params)
         return found
 
     def _begun(self, name: str, buffer: Buffer, params: Sharded) -> Tensor:
         """The entry ``name`` of the parameters that this rank owns."""
-        owned = self._plan(params).owned
+        owned = self.plan(params).owned
         entries = [next(x for x in owned[slot.name].spec.entries if x.name == name) for slot in buffer.slots]
         sizes = *rank_dims(params.layout), buffer.shard_numel
         x = torch.zeros(sizes, dtype=buffer.dtype, device=entries[0].device)
@@ -57,23 +59,41 @@ class WholePart:
         self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
     ) -> dict[str, Leaves]:
         """New parameters and state, by key of a buffer, then by name."""
-        layout, plan, rows = params.layout, self._plan(params), rank_dims(params.layout)
-        active = {key: buffer for key, buffer in self.buffers.items() if grads[key] is not None}
-        axis = shard_axis(layout) if self.num_shards > 1 else None
-        call = WholeStep(
-            self.opt.cls, self.opt.known, axis, plan, plan.rounds(active), options, self._device(params), donate
-        )
+        layout, plan = params.layout, self.plan(params)
+        active = {key: grads[key] for key in self.buffers if grads[key] is not None}
         leaves = {key: {PARAM: params[key]} for key in active}
         for name, key in ((name, key) for name, buffers in plan.state.items() for key in buffers):
             leaves.setdefault(key, {})[name] = state[name][key]
-        trees: Any = leaves, {key: grads[key] for key in active}
+        trees: Any = leaves, active
         over = {name for x in optree.tree_leaves(trees) if isinstance(x, Tensor) for name in axes_over(x)}
-        return run_below_transforms(call, rows, self._place(layout, over), *trees)
+        axis = shard_axis(layout) if self.num_shards > 1 else None
+        call = partial(self._updated, axis, plan, options, self._device(params), donate)
+        return run_below_transforms(call, rank_dims(layout), self._place(layout, over), *trees)
+
+    def _updated(
+        self, axis: Axis | None, plan: Plan, options: ByLabel, device: torch.device, donate: bool, *trees: Any
+    ) -> dict[str, Leaves]:
+        """Update all rows at once: by what distinguishes simulated ranks, from leaves and gradients of buffers."""
+        place, given, grads, rows = trees
+        new = {key: dict(zip(of, owned(of.values(), donate), strict=True)) for key, of in given.items()}
+        index, others, every = place["index"], place["others"], [*product(*map(range, rows))]
+        places: dict[int, list[tuple[int, ...]]] = {}
+        if isinstance(index, Tensor):
+            for row, rank in zip(every, index.flatten().tolist(), strict=True):
+                places.setdefault(rank, []).append(row)
+            dims = [] if others is None else [n for d, n in enumerate(rows) if (others != others.narrow(d, 0, 1)).any()]
+            axis = axis and replace(axis, folded=torch.Size(dims).numel())  # so many of a rank's rows: other axes
+        else:
+            places[index] = every
+        places = dict(sorted(places.items()))
+        step = WholeStep(self.opt, axis, plan, options, device, places, isinstance(index, Tensor), grads, new)
+        step.run(plan.rounds({key: self.buffers[key] for key in grads}))
+        return new
 
     def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
         """What is missing in ``state``, or has another owner or another shape."""
         problems = []
-        for name, buffers in self.owned(params).items():
+        for name, buffers in self.plan(params).state.items():
             for key, buffer in buffers.items():
                 if name not in state or key not in state[name]:
                     problems.append(f"{key!r}: {name!r} is missing")
@@ -85,15 +105,11 @@ class WholePart:
                     problems += [f"{key!r}: {name!r}: got {got}, expected shape {shape}"] if got != shape else []
         return problems
 
-    def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
-        """The buffers that the state is in, by its name and key."""
-        return self._plan(params).state
-
     @cached_property
     def _plans(self) -> dict[torch.device, Plan]:
         return {}
 
-    def _plan(self, params: Sharded) -> Plan:
+    def plan(self, params: Sharded) -> Plan:
         """The owners and the state of the parameters, found once for a device."""
         if being_traced():
             raise NotImplementedError(

@@ -16,7 +16,7 @@ parameters in order of decreasing cost, each to the rank with the least cost so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -231,14 +231,12 @@ def _state_buffers(layout: Layout, buffers: Buffers, owned: Mapping[str, Owned])
 
 
 def layouts_with_owners(
-    layout: Layout, leaves: Mapping[str, Mapping[str, Any]], owned: Iterable[tuple[str, Buffers]]
+    layout: Layout, leaves: Mapping[str, Mapping[str, Any]], plans: Sequence[Plan]
 ) -> dict[str, Layout]:
     """By name of state: ``layout`` with the buffers of its own that have it, if any, and those of owners."""
-    buffers: dict[str, dict[str, Buffer]] = {}
-    for name, of_owners in owned:
-        buffers.setdefault(name, {}).update(of_owners)
-    layouts = {}
-    for name, of_owners in buffers.items():
+    layouts = dict[str, Layout]()
+    for name in dict.fromkeys(name for plan in plans for name in plan.state):
+        of_owners = {key: buffer for plan in plans for key, buffer in plan.state.get(name, {}).items()}
         kept = select_buffers(layout, {key: name in leaves.get(key, {}) for key in layout.buffers})
         names = {*kept.slots, *(slot.name for buffer in of_owners.values() for slot in buffer.slots)}
         aliases = tuple((alias, name) for alias, name in layout.aliases if name in names)

@@ -7,8 +7,7 @@ A real rank has one row of each tensor, or several if the user maps over paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -18,15 +17,8 @@ from torch.nn.functional import pad
 
 from ..communication.backend import Axis, Work
 from ..communication.collective import Splits
-from ..training.optimizer_step import (
-    PARAM,
-    ByLabel,
-    Group,
-    Rows,
-    owned,
-    update,
-)
-from ..training.trials import Class, Leaves
+from ..training.optimizer_step import PARAM, ByLabel, Group, update
+from ..training.trials import Leaves
 from .plan import Part, Plan, Round
 from .spec import STARTED
 
@@ -37,48 +29,20 @@ Whole = dict[str, Tensor]  # by name, flat
 
 @dataclass(frozen=True)
 class WholeStep:
-    """``step`` on plain tensors: parameters, gradients and state to parameters and state."""
+    """One step on plain tensors, on the rows of the ranks that are here."""
 
-    cls: Class
-    known: Sequence[str]  # options of the class
+    opt: Any  # an Optimizer
     axis: Axis | None
     plan: Plan
-    rounds: Sequence[Round]
     options: ByLabel
     device: torch.device
-    donate: bool
-
-    def __call__(self, place: Leaves, given: Mapping[str, Leaves], grads: Shards, rows: Rows) -> dict[str, Leaves]:
-        """``given`` has parameters and leaves of state, ``place`` what distinguishes simulated ranks."""
-        new = {key: dict(zip(of, owned(of.values(), self.donate), strict=True)) for key, of in given.items()}
-        axis, index, others, every = self.axis, place["index"], place["others"], [*product(*map(range, rows))]
-        places: dict[int, list[Place]] = {}
-        if isinstance(index, Tensor):
-            for row, rank in zip(every, index.flatten().tolist(), strict=True):
-                places.setdefault(rank, []).append(row)
-            dims = [] if others is None else [n for d, n in enumerate(rows) if (others != others.narrow(d, 0, 1)).any()]
-            axis = axis and replace(axis, folded=torch.Size(dims).numel())  # so many of a rank's rows: other axes
-        else:
-            places[index] = every
-        places = dict(sorted(places.items()))
-        _Run(self, axis, places, isinstance(index, Tensor), grads, new).all_rounds()
-        return new
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One step, on the rows of the ranks that are here."""
-
-    step: WholeStep
-    axis: Axis | None
     places: Mapping[int, Sequence[Place]]  # of the rows of each rank, by its position on the shard axis
     stacked: bool  # whether the ranks are simulated
     grads: Shards
     new: Mapping[str, Leaves]  # parameters and state, which are written to
 
-    def all_rounds(self) -> None:
+    def run(self, rounds: Sequence[Round]) -> None:
         """Send each round before the last one is computed, and wait for what comes back at the end."""
-        rounds = self.step.rounds
         arriving = self._send(rounds[0]) if rounds else None
         returning: list[tuple[Round, Work | None]] = []
         for i, this in enumerate(rounds):
@@ -98,7 +62,7 @@ class _Run:
 
     def _others(self, rank: int) -> list[int]:
         """All ranks but one, in the order of messages."""
-        return [other for other in range(self.step.plan.num_ranks) if other != rank]
+        return [other for other in range(self.plan.num_ranks) if other != rank]
 
     def _both(self, this: Round, source: int, owner: int) -> list[tuple[bool, Part]]:
         """The parts of parameters, then those of gradients, for which the flag is true."""
@@ -127,7 +91,7 @@ class _Run:
         """Send one message from each rank to each other one, with one row for each of its rows."""
         if self.axis is None or not this.sends:
             return None
-        device, dtype = self.step.device, this.dtype
+        device, dtype = self.device, this.dtype
         empty = torch.empty(0, device=device, dtype=dtype)
         messages = [
             torch.stack([torch.cat([empty, *(x.to(device, dtype) for x in parts(rank, place))]) for place in places])
@@ -150,9 +114,9 @@ class _Run:
 
     def _updated(self, this: Round, rank: int, place: Place, received: Tensor | None) -> Whole:
         """The new values of what ``rank`` owns."""
-        plan, how = self.step.plan, {"dtype": this.dtype, "device": self.step.device}
+        owned, how = self.plan.owned, {"dtype": this.dtype, "device": self.device}
         params, grads = (
-            {name: torch.empty(plan.owned[name].slot.numel, **how) for name in this.owned[rank]} for _ in range(2)
+            {name: torch.empty(owned[name].slot.numel, **how) for name in this.owned[rank]} for _ in range(2)
         )
         sent = [each for source in self._others(rank) for each in self._both(this, source, rank)]
         arrived = () if received is None else zip(sent, _split(received, [part for _, part in sent]), strict=True)
@@ -160,10 +124,10 @@ class _Run:
         for (of_grad, part), values in (*here, *arrived):
             part.of((grads if of_grad else params)[part.name], part.start).copy_(values)
         groups = {}
-        for name, param in params.items() if self.step.device.type != "meta" else ():  # a class may ask for numbers
-            shape, options = plan.owned[name].slot.shape, self.step.options[plan.owned[name].label]
+        for name, param in params.items() if self.device.type != "meta" else ():  # a class may ask for numbers
+            shape, options = owned[name].slot.shape, self.options[owned[name].label]
             groups[name] = Group(param.view(shape), grads[name].view(shape), self._state(name, place), options)
-        update(self.step.cls, [*groups.values()], self.step.known)
+        update(self.opt.cls, [*groups.values()], self.opt.known)
         for name, group in groups.items():
             self._keep_state(name, place, group.state)
         new = params | {name: group.param.detach().reshape(-1) for name, group in groups.items()}
@@ -177,7 +141,7 @@ class _Run:
 
     def _state(self, name: str, place: Place) -> dict[str, Any]:
         """The state of a ``Group``, with views of the leaves; Note [State of whole parameters]."""
-        spec = self.step.plan.owned[name].spec
+        spec = self.plan.owned[name].spec
         if not spec.known and not self._leaf(name, STARTED, place).item():
             return dict.fromkeys(spec.numbers)
         values: list[Any] = []
@@ -190,7 +154,7 @@ class _Run:
 
     def _keep_state(self, name: str, place: Place, tree: Any) -> None:
         """Write the state that is not in its place already."""
-        spec = self.step.plan.owned[name].spec
+        spec = self.plan.owned[name].spec
         leaves, treedef = optree.tree_flatten(tree)
         if treedef != spec.treedef:
             raise RuntimeError(f"step: the state of {name!r} is {treedef}, and was {spec.treedef} in a trial")
@@ -206,7 +170,7 @@ class _Run:
                 leaf.copy_(x.reshape(-1))
 
     def _leaf(self, name: str, entry: str, place: Place) -> Tensor:
-        key, offset, numel = self.step.plan.places[name, entry]
+        key, offset, numel = self.plan.places[name, entry]
         return self.new[key][entry][place][offset : offset + numel]
 
 

@@ -139,10 +139,10 @@ class Optimizer(Static):
         reject("init: labels", problems, advice)
         leaves = {key: x for part in parts for key, x in part.init(params).items()}
         layouts: Mapping[str, Layout] = {}
-        if owned := [pair for part in parts for pair in part.owned(params).items()]:
+        if plans := [part.plan(params) for part in parts if not isinstance(part, Part)]:
             from ..matrix import layouts_with_owners
 
-            layouts = layouts_with_owners(layout, leaves, owned)
+            layouts = layouts_with_owners(layout, leaves, plans)
         return _by_name(leaves, layout, layouts=layouts)
 
     @eager
@@ -196,7 +196,8 @@ class Optimizer(Static):
         if labels:
             reject("step: labels", *_without_buffers(labels, layout))
         parts = self._parts(layout)
-        reject("step: state", [problem for part in parts for problem in part.problems(params, state)], _START_AGAIN)
+        if problems := [problem for part in parts for problem in part.problems(params, state)]:
+            reject("step: state", problems, _START_AGAIN)
         donated: list[Any] = []
         if donate:
             donated = [params[key] for part in parts for key in part.buffers]
@@ -271,8 +272,8 @@ class Optimizer(Static):
 
     def check_options(self, options: Options) -> None:
         """Raise if an option is a tensor."""
-        tensors = [f"{name!r}: got a tensor, expected a number" for name, x in options.items() if _has_tensor(x)]
-        reject("optimizer", tensors, _NUMBERS, TypeError)
+        if tensors := [f"{name!r}: got a tensor, expected a number" for name, x in options.items() if _has_tensor(x)]:
+            reject("optimizer", tensors, _NUMBERS, TypeError)
 
     @cached_property
     def _planned(self) -> dict[Layout, list[Any]]:

@@ -179,10 +179,6 @@ class Part:
                     problems.append(f"{key!r}: {name!r}: got shape {tuple(x.shape)}, expected {expected}")
         return problems
 
-    def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
-        """The buffers that the state of whole parameters is in, by its name and key."""
-        return {}
-
     def step(
         self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
     ) -> dict[str, Leaves]:
