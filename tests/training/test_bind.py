@@ -26,19 +26,47 @@ def doubled(model: nn.Module) -> dict[str, Tensor]:
     return {name: 2 * x.detach() for name, x in model.named_parameters()}
 
 
-class Late(nn.Module):
-    """Returns a function that reads parameters later, and recomputes a part in backward if it is told to."""
+class Adjoint(torch.autograd.Function):
+    """Saves inputs alone and calls the module in backward, as adjoints of solvers and reversible layers do."""
 
-    def __init__(self, recurrent: bool = True, how: Callable[..., Tensor] = lambda fn, *args: fn(*args)) -> None:
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.module(x)
+            return None, *torch.autograd.grad(y, (x, *parameters), grads, allow_unused=True)
+
+
+def adjoint(module: nn.Module, x: Tensor) -> Tensor:
+    return Adjoint.apply(module, x.clone().requires_grad_(), *module.parameters())
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+class Late(nn.Module):
+    """Returns a function that reads parameters later, and calls its parts again in backward if it is told to."""
+
+    def __init__(self, recurrent: bool = True, how: Callable[..., Tensor] = lambda module, x: module(x)) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.body, self.head = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2)
-        self.rnn, self.how = nn.LSTM(4, 4, 2) if recurrent else None, how
+        self.front = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh())
+        self.rnn, self.how = Recurrent(4, 4, 2) if recurrent else nn.Identity(), how
+        self.head = nn.Linear(4, 2)
         self.double()
 
     def forward(self, x: Tensor) -> Callable[[], Tensor]:
-        h = self.how(lambda x: self.body(self.embed(x).tanh()).tanh(), x)
-        h = self.how(lambda x, rnn=self.rnn: rnn(x)[0], h) if self.rnn else h
+        h = self.how(self.rnn, self.how(self.front, x))
         return lambda: self.head(h).square().mean()
 
 
@@ -46,11 +74,16 @@ def late_loss(model: Late, params: Any, x: Tensor) -> Tensor:
     return fs.bind(model, params)(x)()
 
 
+def late_batch(mesh: fs.Mesh) -> Tensor:
+    x = torch.randn(mesh.size, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return mesh.split(x)
+
+
 def gradients(mesh: fs.Mesh, batched: bool) -> Any:
-    """Under fs.grad and, where plain autograd can, under backward(); without and with checkpoints."""
-    models = (Late(not batched), *(() if batched else (Late(how=again),)))  # torch's vmap has no rule for either
+    """Under fs.grad and, where plain autograd can, under backward(); without and with calls in backward."""
+    hows = () if batched else (again, adjoint)  # torch's vmap has no rule for these
+    models, x = [Late(not batched), *(Late(how=how) for how in hows)], late_batch(mesh)
     params = fs.shard(models[0], fs.plan(models[0], mesh))
-    x = mesh.split(torch.randn(mesh.size, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
     results = [mesh.spmd(fs.grad(partial(late_loss, model)))(params, x) for model in models]
     for model in models if not mesh.is_simulated else ():
         leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
@@ -64,13 +97,12 @@ def test_what_reads_parameters_after_forward_reads_the_given_ones(ranks: Ranks) 
     batched, n = ranks.kind == "batched", ranks.size
     model = Late(not batched)
     total = torch.zeros((), dtype=torch.float64)
-    x = torch.randn(n, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for part in x.split(1):
+    for part in late_batch(fs.simulated_mesh(n)):
         total = total + model(part)() / n
     total.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     for results in ranks.run(gradients, batched):
-        assert len(results) == (1 if batched else 4 if ranks.real else 2)
+        assert len(results) == (1 if batched else 6 if ranks.real else 3)
         for grads in results:
             assert_trees_close(dict(grads), expected, rtol=1e-12, atol=1e-14)
 
@@ -262,20 +294,29 @@ def test_nothing_of_the_copy_stays_once_it_is_dropped() -> None:
         gc.enable()
 
 
-def late_by_functional_call(mesh: fs.Mesh) -> str:
-    model = Late(recurrent=False)
-    params = fs.shard(model, fs.plan(model, mesh))
-    x = mesh.split(torch.ones(mesh.size, 2, 3, dtype=torch.float64))
-    loss = lambda p, x: functional_call(model, fs.gather(p), (x,))()  # noqa: E731
-    return refused(mesh.spmd(fs.grad(loss)), params, x)
+def late_by_functional_call(mesh: fs.Mesh) -> list[str]:
+    """What is said to a model that reads a parameter after forward, and to those that call parts in backward."""
+    hows: Any = [{}] if mesh.kind == "batched" else [{}, {"how": again}, {"how": adjoint}]
+    models, x = [Late(recurrent=False, **how) for how in hows], late_batch(mesh)
+    params = fs.shard(models[0], fs.plan(models[0], mesh))
+
+    def told(model: nn.Module, lazy: bool | None) -> str:
+        loss = lambda p, x: functional_call(model, dict(fs.gather(p, lazy=lazy)), (x,))()  # noqa: E731
+        return refused(mesh.spmd(fs.grad(loss)), params, x)
+
+    return [told(model, lazy) for model in models for lazy in (None, False)]
 
 
 @pytest.mark.parametrize("ranks", [*simulated(3), *sequential(2), *gloo(2)], ids=str)
 def test_a_parameter_that_is_read_after_functional_call_is_refused_by_name(ranks: Ranks) -> None:
-    for text in ranks.run(late_by_functional_call):
-        assert "'head.weight': no gradient, and a module's own parameter of shape (2, 4) is used" in text
-        assert "functorch_shard.bind(model, params)(...)" in text
-        assert "embed" not in text
+    for late, at_once, *in_backward in ranks.run(late_by_functional_call):
+        for text in (late, at_once):
+            assert "'head.weight': no gradient, and a module's own parameter of shape (2, 4) is used" in text
+            assert "front" not in text
+        for text in (late, at_once, *in_backward):
+            assert "functorch_shard.bind(model, params)(...)" in text
+        for text in in_backward:
+            assert "RuntimeError: grad: backward differentiates a module's own parameter of shape" in text
 
 
 class Cached(nn.Module):

@@ -1,4 +1,4 @@
-"""bind on gloo ranks: a model that checkpoints itself trains as one that does not; functional_call of it is refused."""
+"""bind on gloo ranks: a model that checkpoints itself trains as one that does not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.pool import run_ranks
-from tests.support.refusals import refused
 
 WIDTH = 6
 Run = Callable[[nn.Module, fs.Sharded, Tensor], Tensor]
@@ -113,8 +112,8 @@ def inputs(num_rows: int = 8) -> Tensor:
     return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def by_functional_call(model: nn.Module, params: fs.Sharded, x: Tensor, lazy: bool | None = None) -> Tensor:
-    return functional_call(model, fs.gather(params, lazy=lazy), (x,))
+def by_functional_call(model: nn.Module, params: fs.Sharded, x: Tensor) -> Tensor:
+    return functional_call(model, fs.gather(params), (x,))
 
 
 def bound(model: nn.Module, params: Any, x: Tensor) -> Tensor:
@@ -139,17 +138,6 @@ def own_state(model: nn.Module) -> list[tuple[str, int, int]]:
     """Which tensors the model has, and how often they were written to."""
     held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [(name, id(x), x._version) for name, x in held]
-
-
-@pytest.mark.parametrize("lazy", [None, True])
-@pytest.mark.parametrize("style", STYLES)
-def test_functional_call_of_them_is_refused_inside_of_grad_and_the_error_names_bind(
-    style: str, lazy: bool | None
-) -> None:
-    model = build(style, again)
-    text = refused(train, fs.init_mesh(), model, partial(by_functional_call, lazy=lazy))
-    assert "RuntimeError: grad: backward differentiates a module's own parameter of shape" in text
-    assert "functorch_shard.bind(model, params)(...)" in text
 
 
 def _as_it_is(fn: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -16,7 +16,9 @@ from tests.support import homemade
 from tests.support.ranks import HYBRID, gloo, simulated
 from tests.support.steps import (
     CASES,
+    SHAPES,
     assert_equal_stock,
+    by_torch,
     copied,
     optimizer,
     planned,
@@ -82,15 +84,12 @@ def test_a_label_has_options_of_its_own() -> None:
     opt = fs.optimizer(
         torch.optim.SGD, lr=0.1, weight_decay=0.5, labels={"vector": {"weight_decay": 0.0, "momentum": 0.9}}
     )
-    params = {name: x.requires_grad_() for name, x in values().items()}
-    matrices, vectors = ([x for x in params.values() if (x.ndim < 2) == small] for small in (False, True))
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "momentum": 0.9}]
-    reference: Any = torch.optim.SGD(groups, lr=0.1, weight_decay=0.5)
-    for i in range(3):
-        for name, grad in values(i + 1).items():
-            params[name].grad = grad
-        reference.step()
-    assert_equal_stock(run(opt, layout, 3), {name: x.detach() for name, x in params.items()})
+    matrices, vectors = (
+        [name for name, shape in SHAPES.items() if (len(shape) < 2) == small] for small in (False, True)
+    )
+    groups = (matrices, {"lr": 0.1, "weight_decay": 0.5}), (vectors, {"lr": 0.1, "momentum": 0.9})
+    expected = by_torch(values, 3, *((torch.optim.SGD, *group) for group in groups))
+    assert_equal_stock(run(opt, layout, 3), expected)
 
 
 def test_label_options_of_a_step_win_over_all_others() -> None:
@@ -150,13 +149,7 @@ DECLARED: list[tuple[Any, dict[str, Any], set[str]]] = [
 
 
 def by_itself(cls: Any, num_steps: int, **options: Any) -> dict[str, Tensor]:
-    params = {name: x.requires_grad_() for name, x in values().items()}
-    reference = cls(params.values(), **options)
-    for i in range(num_steps):
-        for name, grad in values(i + 1).items():
-            params[name].grad = grad
-        reference.step()
-    return {name: x.detach() for name, x in params.items()}
+    return by_torch(values, num_steps, (cls, SHAPES, options))
 
 
 def trained(mesh: fs.Mesh, cls: Any, options: dict[str, Any], donate: bool) -> tuple[set[str], fs.Full]:
