@@ -1,9 +1,11 @@
-"""Estimates against gloo ranks: every collective of a step, and every byte that is allocated in it."""
+"""Estimates beside steps: every collective, the bytes of each tree, and on gloo ranks every byte that is allocated."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -15,10 +17,8 @@ from functorch_shard.testing import run_ranks
 from tests.support.gpt_steps import gpt_of, gpt_step
 from tests.support.live_bytes import LiveBytes
 from tests.support.memory import OPTIMIZERS, RANKS, STEPS, UNIT, activations, model_of_equal_units, training
-from tests.support.models import equal_units
-
-AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
-Compared = dict[str, tuple[dict[Any, Traffic], dict[Any, Traffic]]]
+from tests.support.models import awkward, equal_units
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 
 
 def frozen_first() -> nn.Sequential:
@@ -29,37 +29,57 @@ def frozen_first() -> nn.Sequential:
     return model
 
 
-MODELS = {"equal units": equal_units, "frozen first": frozen_first}
+MODELS = {"awkward": awkward, "equal units": equal_units, "frozen first": frozen_first}
+KEPT: dict[str, Any] = {"reshard_after_forward": False}
+HALF = fs.MixedPrecision(torch.bfloat16, torch.float32)
 PLANS: dict[str, dict[str, Any]] = {
     "resharded": {},
-    "kept": {"reshard_after_forward": False},
-    "half precision": {"precision": fs.MixedPrecision(torch.float32, torch.float64)},
+    "kept": KEPT,
+    "packed, in units of bytes": {**KEPT, "align_bytes": 0, "units": 200},
+    "half precision": {**KEPT, "precision": HALF},
+    "gradients in half": {**KEPT, "precision": fs.MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
+    "resharded, half precision": {"precision": HALF},
+    "whole on every rank": {**KEPT, "ignored": ["blocks"]},
 }
+STATES: dict[str, Any] = {
+    "adamw": fs.optimizer(torch.optim.AdamW),
+    "sgd": fs.optimizer(torch.optim.SGD),
+    "momentum": fs.optimizer(torch.optim.SGD, momentum=0.9),
+    "adagrad": fs.optimizer(torch.optim.Adagrad),
+}
+SIMULATED = simulated(1, 5, {"replicate": 3}, {"replicate": 2, "shard": 3}, {"shard": 2, "replicate": 2})
+OF_AWKWARD = [plan for plan in PLANS if "resharded" not in plan]
+CASES: list[Any] = [
+    *zip(SIMULATED, ["awkward"] * 5, OF_AWKWARD, [*STATES, "adamw"], strict=True),
+    *product(gloo(2, HYBRID), [*MODELS][1:], ["resharded", "kept", "resharded, half precision"], ["momentum"]),
+]
 
 
-def step_on_this_rank(axes: dict[str, int]) -> Compared:
-    """What was counted and what was estimated, of each model and plan."""
-    torch.set_num_threads(1)
-    mesh, compared = fs.init_mesh(axes), {}
-    for model_name, make in MODELS.items():
-        for plan_name, options in PLANS.items():
-            model, counter = make(), Counter()
-            layout = fs.plan(model, mesh, **options)
-            params = fs.shard(model, layout)
-            counted = fs.Sharded(params, layout.on(mesh.with_backend(counter)))
-            x = torch.randn(3, 5, dtype=torch.float32 if "half" in plan_name else torch.float64)
-            fs.grad(lambda p, model=model, x=x: functional_call(model, fs.gather(p), (x,)).square().sum())(counted)
-            traffic = {key: Traffic(one.number, one.nbytes, one.sent) for key, one in counter.traffic.items()}
-            compared[f"{model_name}, {plan_name}"] = traffic, dict(fs.estimate(layout).traffic)
-    return compared
+def step(mesh: fs.Mesh, model: str, plan: str, state: str) -> tuple[fs.Estimate, Any, dict[Any, Traffic]]:
+    """What was estimated; the bytes of parameters, state and gradients of a rank after a step; what was sent."""
+    module, counter, opt = MODELS[model](), Counter(), STATES[state]
+    layout = fs.plan(module, mesh, **PLANS[plan])
+    params = fs.shard(module, layout).on(mesh.with_backend(counter))
+    dtype = torch.bfloat16 if "half" in plan else torch.float64
+    x = mesh.split(torch.randn(2 * mesh.size, 5, generator=torch.Generator().manual_seed(1)).to(dtype))
+    loss = lambda p, x: functional_call(module, fs.gather(p), (x,)).double().square().sum()  # noqa: E731
+    grads = params.layout.mesh.spmd(fs.grad(loss))(params, x)
+    trees: Any = *opt.step(params, grads=grads, state=opt.init(params)), grads
+    ranks_here = mesh.size if mesh.is_simulated else 1
+    held = [sum(x.nbytes for x in optree.tree_leaves(tree)) // ranks_here for tree in trees]
+    traffic = {key: Traffic(t.number, t.nbytes, t.sent) for key, t in counter.traffic.items()}
+    return fs.estimate(layout, opt), held, traffic
 
 
-@pytest.mark.parametrize("axes", AXES, ids=str)
-def test_a_step_sends_what_was_estimated(axes: dict[str, int]) -> None:
-    for result in run_ranks(step_on_this_rank, fs.simulated_mesh(axes).size, axes):
-        for counted, expected in result.values():
-            assert counted == expected
-            assert {kind for _, kind in counted} >= {"all_gather", "psum_scatter"}
+@pytest.mark.parametrize(("ranks", "model", "plan", "state"), CASES, ids=str)
+def test_a_step_sends_what_was_estimated(ranks: Ranks, model: str, plan: str, state: str) -> None:
+    """And holds it."""
+    for expected, held, traffic in ranks.run(step, model, plan, state):
+        assert [expected.parameters, expected.optimizer, expected.gradients] == held
+        assert held[0] > 0 < held[2]
+        assert expected.traffic == traffic
+        assert bool(traffic) == (ranks.size > 1)
+        assert expected.sent == sum(one.sent for one in traffic.values())
 
 
 def test_memory_is_what_was_estimated() -> None:
