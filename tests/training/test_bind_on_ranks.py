@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from threading import Thread
 from typing import Any
 
@@ -21,91 +22,51 @@ WIDTH = 6
 Run = Callable[[nn.Module, fs.Sharded, Tensor], Tensor]
 
 
-class Block(nn.Module):
-    """A direct use of a parameter, a submodule's, statistics, and a mask that has to be drawn alike twice."""
+class Layer(nn.Module):
+    """A direct use of a parameter, a submodule's, statistics, and a mask that has to be drawn alike twice.
 
-    def __init__(self) -> None:
+    As transformers' ``GradientCheckpointingLayer``: the call itself is checkpointed, keywords go in beforehand.
+    """
+
+    def __init__(self, how: Callable[..., Any] | None) -> None:
         super().__init__()
         self.fc, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.gate = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return x + scale * self.gate * nn.functional.dropout(self.norm(self.fc(x)).tanh(), 0.2)
-
-
-class Layer(Block):
-    """As transformers' ``GradientCheckpointingLayer``: the call itself is checkpointed, keywords go in beforehand."""
-
-    how: Callable[..., Any] | None = None
+        self.gate, self.how = nn.Parameter(torch.tensor(0.7)), how
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.how is None:
             return super().__call__(*args, **kwargs)
         return self.how(partial(super().__call__, **kwargs), *args)
 
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.gate * nn.functional.dropout(self.norm(self.fc(x)).tanh(), 0.2)
+
 
 class Model(nn.Module):
-    """Three blocks between an embedding and a head that is tied to it."""
+    """Three layers between an embedding and a head that is tied to it; each is checkpointed, or regions of regions."""
 
-    def __init__(self, style: str, how: Callable[..., Any] | None) -> None:
+    def __init__(self, how: Callable[..., Any] | None = None, nested: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.head.weight = self.embed.weight
-        kind = Layer if style == "layer" else Block
-        self.blocks = nn.Sequential(*(kind() for _ in range(3)))
-        self.style, self.how = style, how
-        for block in self.blocks:
-            if isinstance(block, Layer):
-                block.how = how
+        self.blocks = nn.Sequential(*(Layer(None if nested else how) for _ in range(3)))
+        self.how = how if nested else None
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        return self.head(STYLES[self.style](self, x) if self.how else self.blocks(x))
+        return self.head(self.outer(self.embed(x)) if self.how is None else self.how(self.outer, self.embed(x)))
+
+    def outer(self, x: Tensor) -> Tensor:
+        if self.how is None:
+            return self.blocks[2](self.inner(x), scale=1.0)
+        return self.how(self.blocks[2], self.how(self.inner, x))
 
     def inner(self, x: Tensor) -> Tensor:
         return self.blocks[1](self.blocks[0](x))
 
 
-def _in_layers(model: Model, x: Tensor) -> Tensor:
-    for block in model.blocks:
-        x = block(x, scale=1.0)
-    return x
-
-
-def _calls(model: Any, x: Tensor) -> Tensor:  # diffusers
-    for block in model.blocks:
-        x = model.how(block.__call__, x, 1.0)
-    return x
-
-
-def _closures(model: Any, x: Tensor) -> Tensor:  # timm's checkpoint_seq, torch's checkpoint_sequential
-    def run(start: int, end: int) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
-            for block in model.blocks[start:end]:
-                x = block(x)
-            return x
-
-        return forward
-
-    return run(2, 3)(model.how(run(0, 2), x))
-
-
-def _nested(model: Any, x: Tensor) -> Tensor:
-    return model.how(lambda x: model.how(model.blocks[2], model.how(model.inner, x)), x)
-
-
 again = partial(checkpoint, use_reentrant=False)
-STYLES: dict[str, Callable[[Model, Tensor], Tensor]] = {
-    "layer": _in_layers,
-    "calls": _calls,
-    "closures": _closures,
-    "nested": _nested,
-}
-
-
-def build(style: str, how: Callable[..., Any] | None = None) -> Model:
-    torch.manual_seed(0)
-    return Model(style, how).double()
 
 
 def inputs(num_rows: int = 8) -> Tensor:
@@ -238,31 +199,25 @@ def test_each_copy_of_one_module_is_recomputed_with_its_own_parameters(loss: Met
     assert_trees_close(gradients(Plain()), expected, rtol=1e-12, atol=1e-12)
 
 
-# A region of several units runs through all of them forward before it goes back; of one unit it gathers nothing more.
-GATHERED_AGAIN = {"closures": 1, "nested": 5}
-
-
-def train_on_this_rank() -> dict[str, Any]:
-    mesh, results = fs.init_mesh(), {}
-    for style in STYLES:
-        expected, others = train(mesh, build(style), by_functional_call), []
-        for lazy in (None, False):
-            model = build(style, again)
-            before = own_state(model)
-            run = lambda model, params, x, lazy=lazy: bound(model, fs.gather(params, lazy=lazy), x)  # noqa: E731
-            others.append(train(mesh, model, run))
-            assert own_state(model) == before
-        results[style] = expected, others
-    return results
+def train_on_this_rank() -> Any:
+    mesh, others = fs.init_mesh(), []
+    for nested, lazy in product((False, True), (None, False)):
+        model = Model(again, nested)
+        before = own_state(model)
+        run = lambda model, params, x, lazy=lazy: bound(model, fs.gather(params, lazy=lazy), x)  # noqa: E731
+        others.append(train(mesh, model, run))
+        assert own_state(model) == before
+    return train(mesh, Model(), by_functional_call), others
 
 
 def test_steps_are_bitwise_those_without_checkpointing_and_gather_what_they_must() -> None:
-    for results in run_ranks(train_on_this_rank, 2):
-        for style, ((losses, params, kinds), others) in results.items():
-            assert losses[-1] < losses[0]
-            for actual in others:
-                assert actual[0] == losses, style
-                assert_trees_close(actual[1], params, rtol=0, atol=0)
-            more = GATHERED_AGAIN.get(style, 0)
-            assert kinds == [{"all_gather": 8, "psum_scatter": 5}] * 4
-            assert others[0][2] == [{"all_gather": 8 + more, "psum_scatter": 5}] * 4, style
+    for (losses, params, kinds), others in run_ranks(train_on_this_rank, 2):
+        assert losses[-1] < losses[0]
+        assert kinds == [{"all_gather": 8, "psum_scatter": 5}] * 4
+        for actual in others:
+            assert actual[0] == losses
+            assert_trees_close(actual[1], params, rtol=0, atol=0)
+        layers, _, nested, _ = others
+        assert layers[2] == kinds
+        # a region of several units runs through all of them before it goes back; of one it gathers nothing more
+        assert nested[2] == [{"all_gather": 8 + 5, "psum_scatter": 5}] * 4
