@@ -19,7 +19,6 @@ REFUSED: list[tuple[Any, str]] = [
     (homemade.ChangesItsRate, r"it changes its own options \(lr\)"),
     (homemade.Estimates, "its update of a parameter depends on others"),
     (homemade.EstimatesSlowly, "its update of a parameter depends on others"),
-    (homemade.ByGlobalNorm, "its update of a parameter depends on others"),
     (homemade.OnItself, "its update of a parameter depends .* on more than its state"),
 ]
 ACCEPTED: list[tuple[Any, dict[str, Any], list[str]]] = [

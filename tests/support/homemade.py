@@ -101,16 +101,6 @@ class Estimates(Base):
         param.sub_(group["lr"] * group["d"] * grad)
 
 
-class ByGlobalNorm(Base):
-    """Gradients are divided by the norm of all of them, as some clip."""
-
-    def begin(self, group: dict[str, Any]) -> None:
-        self.norm = sum(p.grad.square().sum() for p in group["params"] if p.grad is not None) ** 0.5
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        param.sub_(group["lr"] * grad / self.norm)
-
-
 class EstimatesSlowly(Base):
     """As D-Adaptation: the distance, a tensor in the group, does not grow before steps are large."""
 
