@@ -100,15 +100,13 @@ def by_torch(
     return {name: x.detach() for name, x in params.items()}
 
 
-def by_shards(
-    opt: fs.Optimizer, mesh: fs.Mesh, values: Callable[[int], dict[str, Tensor]], num_steps: int
-) -> dict[str, Tensor]:
+def by_shards(opt: fs.Optimizer, mesh: fs.Mesh, values: Callable[[int], dict[str, Tensor]], num_steps: int) -> fs.Full:
     """The same on a mesh."""
     params = fs.shard(values(0), fs.plan(values(0), mesh))
     state = opt.init(params)
     for i in range(num_steps):
         params, state = opt.step(params, grads=fs.shard(values(i + 1), params.layout), state=state)
-    return dict(fs.gather(params, lazy=False))
+    return fs.gather(params, lazy=False)
 
 
 def stock(
