@@ -257,7 +257,11 @@ def to_vector(tree: Sharded) -> Tensor:
     check_sharded("to_vector", tree)
     check_shards("to_vector", tree, tree.layout, gradients=True)
     layout = _vector_layout("to_vector", tree.layout)
-    shards = {key: _filled(tree[key], key, layout) for key in layout.buffers}
+    shards = dict[str, Tensor]()
+    for key, buffer in layout.buffers.items():
+        x, shape = tree[key], (*rank_dims(layout), buffer.shard_numel)
+        shards[key] = torch.zeros(shape, device=layout.mesh.device) if x is None else x
+        shards[key] = shards[key].to(buffer.dtype)
     full = gather(Sharded(shards, as_stored(layout)), lazy=False)
     dtype = _vector_dtype(layout)
     parts = [full[name].reshape(-1).to(dtype) for name in layout.slots]
@@ -292,7 +296,9 @@ def from_vector(vector: Any, layout: Layout) -> Sharded:
                 [3., 0.]])
     """
     check_layout("from_vector", layout)
-    x, wanted = layout.mesh.agree("from_vector", lambda: _checked(vector, layout), _lines, _ADVICE)
+    wanted = _vector_layout("from_vector", layout)
+    given = lambda: vector.detach() if isinstance(vector, Tensor) else torch.tensor(vector)  # noqa: E731
+    x = layout.mesh.agree("from_vector", given, lambda x: value_lines({"the vector": x}, ["the vector"]), _ADVICE)
     slots = wanted.slots.values()
     parts = zip(slots, x.split([slot.numel for slot in slots]), strict=True)
     shards = shard({slot.name: part.reshape(slot.shape).to(slot.dtype) for slot, part in parts}, wanted)
@@ -325,20 +331,3 @@ def _vector_layout(verb: str, layout: Layout) -> Layout:
 def _vector_dtype(layout: Layout) -> torch.dtype:
     """The dtype of a flat vector, which numpy has too."""
     return reduce(torch.promote_types, (slot.dtype for slot in layout.slots.values()), torch.float32)
-
-
-def _filled(x: Tensor | None, key: str, layout: Layout) -> Tensor:
-    buffer = layout.buffers[key]
-    if x is not None:
-        return x.to(buffer.dtype)
-    return torch.zeros(*rank_dims(layout), buffer.shard_numel, dtype=buffer.dtype, device=layout.mesh.device)
-
-
-def _checked(vector: Any, layout: Layout) -> tuple[Tensor, Layout]:
-    x = vector.detach() if isinstance(vector, Tensor) else torch.tensor(vector)
-    wanted = _vector_layout("from_vector", layout)
-    return x, wanted
-
-
-def _lines(given: tuple[Tensor, Layout]) -> list[str]:
-    return value_lines({"the vector": given[0]}, ["the vector"])

@@ -15,13 +15,12 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from ..layout.buffers import Buffer, Slot, of_rank, overlaid, without_padding
+from ..layout.buffers import Buffer, Slice, Slot, of_rank, overlaid, without_padding
 from ..layout.layout import Layout, shard_index
 from ..layout.trees import Sharded, check_sharded, check_shards, map_items
 from ..torch_internals.autograd import eager
 from ..training.norms import Norm, sums_of, wide
 
-Parts = list[tuple[int, Tensor]]
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
@@ -113,9 +112,13 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
         buffer = layout.buffers[key]
         if x is None or not buffer.differentiable:
             return None if x is None else torch.zeros_like(x)
-        rank = shard_index(buffer, layout)
-        bits = _element_bits(seed, buffer, layout, rank, layout.mesh.device)
-        return without_padding(_normal(bits, x.dtype), buffer, rank).to(x.device)
+        rank, slots = shard_index(buffer, layout), {slot.name: slot for slot in buffer.slots}
+        blank = torch.zeros(buffer.shard_numel, dtype=x.dtype, device=layout.mesh.device)
+        rows = [
+            overlaid(blank, [(each.offset, _numbers(seed, slots[each.name], each, layout, x.dtype)) for each in slices])
+            for slices in map(buffer.slices, range(buffer.num_shards) if isinstance(rank, Tensor) else [rank])
+        ]
+        return of_rank(torch.stack(rows), rank).to(x.device)
 
     return map_items(drawn, tree)
 
@@ -128,43 +131,22 @@ def _check(verb: str, *trees: Sharded) -> None:
         check_shards(verb, tree, trees[0].layout, gradients=True)
 
 
-def _normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
+def _numbers(seed: int | Tensor, slot: Slot, part: Slice, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Draw the numbers of a part of a parameter, by the hash of its name and the indices of its elements."""
+    local = torch.arange(part.start, part.start + part.numel, device=layout.mesh.device)
+    name = int.from_bytes(hashlib.blake2b(slot.name.encode(), digest_size=8).digest(), "little", signed=True)
+    start = torch.as_tensor(_signed(seed) if isinstance(seed, int) else seed, device=local.device)
+    places = (_in_whole(local, slot, layout) + 1) * _signed(_GAMMA)
+    bits = _mixed(_mixed(_mixed(start + _signed(_GAMMA)) ^ name) + places)
     if not dtype.is_complex:
         return normal(bits).to(dtype)
-    return (torch.complex(normal(bits), normal(_second(bits))) * sqrt(0.5)).to(dtype)
-
-
-def _element_bits(
-    seed: int | Tensor, buffer: Buffer, layout: Layout, rank: Tensor | int, device: torch.device
-) -> Tensor:
-    """Return 64 random bits for each element of a shard, arbitrary for padding; a vmap may have batched the rank."""
-    ranks = range(buffer.num_shards) if isinstance(rank, Tensor) else [rank]
-    blank = torch.zeros(buffer.shard_numel, dtype=torch.int64, device=device)
-    rows = zip(*(_addresses(buffer, layout, number, device) for number in ranks), strict=True)
-    names, places = (of_rank(torch.stack([overlaid(blank, parts) for parts in each]), rank) for each in rows)
-    start = torch.as_tensor(_signed(seed) if isinstance(seed, int) else seed, device=device)
-    return _mixed(_mixed(_mixed(start + _signed(_GAMMA)) ^ names) + (places + 1) * _signed(_GAMMA))
-
-
-def _second(bits: Tensor) -> Tensor:
-    """64 more bits for each element, independent of the first."""
-    return _mixed(bits + _signed(_GAMMA))
+    second = _mixed(bits + _signed(_GAMMA))  # independent of the first
+    return (torch.complex(normal(bits), normal(second)) * sqrt(0.5)).to(dtype)
 
 
 def normal(bits: Tensor) -> Tensor:
     """Standard normal, in float64, of 52 of the bits."""
     return torch.special.ndtri((_shifted(bits, 12) * 2 + 1).double() * 2.0**-53)  # of (0, 1), without its ends
-
-
-def _addresses(buffer: Buffer, layout: Layout, rank: int, device: torch.device) -> tuple[Parts, Parts]:
-    """A hash of the name and the index of each element that is not padding, by their offsets in the shard."""
-    slots, names, places = {slot.name: slot for slot in buffer.slots}, Parts(), Parts()
-    for name, offset, numel, start in buffer.slices(rank):
-        local = torch.arange(start, start + numel, device=device)
-        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
-        names.append((offset, torch.full_like(local, number)))
-        places.append((offset, _in_whole(local, slots[name], layout)))
-    return names, places
 
 
 def _in_whole(local: Tensor, slot: Slot, layout: Layout) -> Tensor:
