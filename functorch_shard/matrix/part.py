@@ -55,20 +55,29 @@ class WholePart:
         kind = memory_kind_of(params[next(iter(self.buffers))])
         return kind.put(x) if any(entry.shape for entry in entries) else x
 
-    def step(
-        self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
-    ) -> dict[str, Leaves]:
-        """New parameters and state, by key of a buffer, then by name."""
-        layout, plan = params.layout, self.plan(params)
-        active = {key: grads[key] for key in self.buffers if grads[key] is not None}
+    def given(self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded]) -> tuple[Any, list[str]]:
+        """What a step takes, and what is missing in ``state``, or has another owner or another shape."""
+        problems, active = list[str](), {key: grads[key] for key in self.buffers if grads[key] is not None}
         leaves = {key: {PARAM: params[key]} for key in active}
-        for name, key in ((name, key) for name, buffers in plan.state.items() for key in buffers):
-            leaves.setdefault(key, {})[name] = state[name][key]
-        trees: Any = leaves, active
-        over = {name for x in optree.tree_leaves(trees) if isinstance(x, Tensor) for name in axes_over(x)}
-        axis = shard_axis(layout) if self.num_shards > 1 else None
-        call = partial(self._updated, axis, plan, options, self._device(params), donate)
-        return run_below_transforms(call, rank_dims(layout), self._place(layout, over), *trees)
+        for name, buffers in self.plan(params).state.items():
+            for key, buffer in buffers.items():
+                if name not in state or key not in state[name]:
+                    problems.append(f"{key!r}: {name!r} is missing")
+                elif state[name].layout.buffers.get(key) != buffer:
+                    problems.append(f"{key!r}: {name!r} was sharded for other owners than those of this layout")
+                else:
+                    x, shape = state[name][key], (*rank_dims(params.layout), buffer.shard_numel)
+                    got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                    problems += [f"{key!r}: {name!r}: got {got}, expected shape {shape}"] if got != shape else []
+                    leaves.setdefault(key, {})[name] = x
+        return (leaves, active), problems
+
+    def step(self, params: Sharded, given: Any, options: ByLabel, donate: bool) -> dict[str, Leaves]:
+        """New parameters and state, by key of a buffer, then by name."""
+        layout, axis = params.layout, shard_axis(params.layout) if self.num_shards > 1 else None
+        over = {name for x in optree.tree_leaves(given) if isinstance(x, Tensor) for name in axes_over(x)}
+        call = partial(self._updated, axis, self.plan(params), options, self._device(params), donate)
+        return run_below_transforms(call, rank_dims(layout), self._place(layout, over), *given)
 
     def _updated(
         self, axis: Axis | None, plan: Plan, options: ByLabel, device: torch.device, donate: bool, *trees: Any
@@ -89,21 +98,6 @@ class WholePart:
         step = WholeStep(self.opt, axis, plan, options, device, places, isinstance(index, Tensor), grads, new)
         step.run(plan.rounds({key: self.buffers[key] for key in grads}))
         return new
-
-    def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
-        """What is missing in ``state``, or has another owner or another shape."""
-        problems = []
-        for name, buffers in self.plan(params).state.items():
-            for key, buffer in buffers.items():
-                if name not in state or key not in state[name]:
-                    problems.append(f"{key!r}: {name!r} is missing")
-                elif state[name].layout.buffers.get(key) != buffer:
-                    problems.append(f"{key!r}: {name!r} was sharded for other owners than those of this layout")
-                else:
-                    x, shape = state[name][key], (*rank_dims(params.layout), buffer.shard_numel)
-                    got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                    problems += [f"{key!r}: {name!r}: got {got}, expected shape {shape}"] if got != shape else []
-        return problems
 
     @cached_property
     def _plans(self) -> dict[torch.device, Plan]:

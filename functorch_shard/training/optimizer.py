@@ -196,7 +196,8 @@ class Optimizer(Static):
         if labels:
             reject("step: labels", *_without_buffers(labels, layout))
         parts = self._parts(layout)
-        if problems := [problem for part in parts for problem in part.problems(params, state)]:
+        given = [part.given(params, grads, state) for part in parts]
+        if problems := [problem for _, several in given for problem in several]:
             reject("step: state", problems, _START_AGAIN)
         donated: list[Any] = []
         if donate:
@@ -204,9 +205,9 @@ class Optimizer(Static):
             donated += [x for tree in state.values() for x in tree.values()]
             wait_for_copies(donated)
         updated: dict[str, Leaves] = {}
-        for part in parts:
+        for part, (leaves, _) in zip(parts, given, strict=True):
             options = part.opt.options_of(part.buffers, overrides if part.opt is self else _NONE, labels)
-            updated |= part.step(params, grads, state, options, donate)
+            updated |= part.step(params, leaves, options, donate)
         if donated and not in_transform():  # autograd, or a lazy gather, may have saved them
             increment_version([x for x in donated if isinstance(x, Tensor) and not x.is_inference()])
         new = _by_name(updated, layout, {PARAM: params, **state})

@@ -44,6 +44,7 @@ State = dict[str, Any]
 Rows = tuple[int, ...]  # sizes of the dims in front
 NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 PARAM = "(param)"
+Given = dict[str, tuple[Tensor, Leaves]]  # by key of a buffer: its gradient, and its parameters and state by name
 
 
 @dataclass(frozen=True)
@@ -165,35 +166,30 @@ class Part:
                 self._found[form] = state_of(cls, {**implementation(cls, options, [x], self.opt.known), **options}, x)
         return self._found[form]
 
-    def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
-        """What is wrong with the state: fused kernels write past the end of tensors that are too short."""
-        problems, scalar, shards = [], rank_dims(params.layout), dict(params.items())
-        trees = {name: dict(tree.items()) for name, tree in state.items()}
-        for key, buffer in self.buffers.items():
-            missing = [name for name in self._kept(buffer.label, shards[key]) if key not in trees.get(name, ())]
-            problems += [f"{key!r}: {name!r} is missing" for name in missing]
-        for name, tree in trees.items():
-            for key, x in tree.items():
-                if key in self.buffers and isinstance(x, Tensor) and x.shape not in (shards[key].shape, scalar):
-                    expected = f"{tuple(shards[key].shape)} or {scalar}"
-                    problems.append(f"{key!r}: {name!r}: got shape {tuple(x.shape)}, expected {expected}")
-        return problems
+    def given(self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded]) -> tuple[Given, list[str]]:
+        """What a step of the buffers with a gradient takes, and what is wrong with the state of all of them.
 
-    def step(
-        self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
-    ) -> dict[str, Leaves]:
-        """New parameters and state, by key of a buffer, then by name; nothing of buffers without a gradient."""
+        Fused kernels write past the end of tensors that are too short.
+        """
+        found, problems, scalar = Given(), list[str](), rank_dims(params.layout)
         trees = [(PARAM, dict(params.items())), *((name, dict(tree.items())) for name, tree in state.items())]
-        buffers = {}
-        for key, grad in grads.items():
-            if key in self.buffers and grad is not None:
-                buffers[key] = grad, {name: tree[key] for name, tree in trees if key in tree}
-        rows = rank_dims(params.layout)
-        return run_below_transforms(partial(self._updated, options, donate), rows, buffers)
+        for key, buffer in self.buffers.items():
+            leaves = {name: tree[key] for name, tree in trees if key in tree}
+            shape, kept = leaves[PARAM].shape, self._kept(buffer.label, leaves[PARAM])
+            problems += [f"{key!r}: {name!r} is missing" for name in kept if name not in leaves]
+            for name, x in leaves.items():
+                if isinstance(x, Tensor) and x.shape not in (shape, scalar):
+                    expected = f"{tuple(shape)} or {scalar}"
+                    problems.append(f"{key!r}: {name!r}: got shape {tuple(x.shape)}, expected {expected}")
+            if (grad := grads[key]) is not None:
+                found[key] = grad, leaves
+        return found, problems
 
-    def _updated(
-        self, options: ByLabel, donate: bool, buffers: Mapping[str, tuple[Tensor, Leaves]], rows: Rows
-    ) -> dict[str, Leaves]:
+    def step(self, params: Sharded, given: Given, options: ByLabel, donate: bool) -> dict[str, Leaves]:
+        """New parameters and state, by key of a buffer, then by name; nothing of buffers without a gradient."""
+        return run_below_transforms(partial(self._updated, options, donate), rank_dims(params.layout), given)
+
+    def _updated(self, options: ByLabel, donate: bool, buffers: Given, rows: Rows) -> dict[str, Leaves]:
         """Update all rows at once, from the gradient and the leaves of each buffer, as plain tensors."""
         counts = [x for _, of in buffers.values() for x in of.values() if isinstance(x, Tensor) and x.shape == rows]
         _check_counts(counts, rows)
