@@ -17,8 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..torch_internals.autograd import outside_transforms
-from ..training.elementwise import take_steps_apart
+from ..training.elementwise import take_steps_in_two_ways
 from ..training.optimizer_step import NUMBER_DTYPES, Group, update
 from ..training.trials import (
     ELEMENTWISE,
@@ -61,7 +60,7 @@ class Spec:
 def find_spec(cls: Class, options: Options, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Spec:
     """Find what ``cls`` keeps for a parameter of this shape by two steps with numbers of the shape, Note above."""
     options, known_options = _with_rate(options), option_names(cls)
-    with outside_transforms(), torch.inference_mode(False), torch.no_grad():
+    with apart():
         start = scattered(shape, 0).to(device, dtype)
         grad = scattered(shape, 3).to(start)
         _, numbers = take_steps(cls, options, [torch.nn.Parameter(start.clone())], [[grad.clone()], [grad.clone()]])
@@ -121,8 +120,7 @@ def check_whole(cls: Class, every: Sequence[Options]) -> None:
 
 def _compare(cls: Class, options: Options) -> None:
     together, each = ([torch.nn.Parameter(scattered(x, i)) for i, x in enumerate(_SHAPES)] for _ in range(2))
-    _, numbers = take_steps(cls, options, together, _gradients())
-    take_steps_apart(cls, options, each, _gradients(), [dict.fromkeys(numbers) for _ in each])
+    take_steps_in_two_ways(cls, options, (together, _gradients()), (each, _gradients()))
     pairs = zip(together, each, strict=True)
     if not all(torch.allclose(x, alone, rtol=1e-6, atol=1e-9, equal_nan=True) for x, alone in pairs):
         reason = "its update of a parameter depends on others, or on more than its state and numbers of its groups"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import TorchDispatchMode
-from .optimizer_step import Group, State, update
+from .optimizer_step import Group, update
 from .trials import Class, Options, apart, on_host, scattered, state_of, take_steps
 
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
@@ -53,11 +53,9 @@ def check_elementwise(cls: type[torch.optim.Optimizer], **options: Any) -> None:
     of_whole = [[x.reshape(s) for x, s in zip(g.clone().split(_SIZES), _SHAPES, strict=True)] for g in grads]
     of_parts = [[g[a:b].clone() for a, b in pairwise(_CUTS)] for g in grads]
     try:
-        with apart():
-            with _NoCombinations():
-                _, numbers = take_steps(cls, options, whole, of_whole)
+        with apart(), _NoCombinations():
+            take_steps_in_two_ways(cls, options, (whole, of_whole), (parts, of_parts))
             state_of(cls, options, start)
-            take_steps_apart(cls, options, parts, of_parts, [dict.fromkeys(numbers) for _ in parts])
     except Exception as error:
         raise AssertionError(f"{cls.__name__} is not elementwise: {error}") from error
     together, each = torch.cat([x.detach().flatten() for x in whole]), torch.cat(parts)
@@ -68,13 +66,15 @@ def check_elementwise(cls: type[torch.optim.Optimizer], **options: Any) -> None:
         raise AssertionError(f"{cls.__name__} is not elementwise: {reason}")
 
 
-def take_steps_apart(
-    cls: Class, options: Options, params: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], states: Sequence[State]
-) -> None:
-    """Take a step with each of ``grads``, in place, each parameter by itself and with nothing but its state kept."""
-    groups = [Group(x, x, state, options) for x, state in zip(params, states, strict=True)]
-    for each in grads:
-        for group, grad in zip(groups, each, strict=True):
+Steps = tuple[Sequence[Tensor], Sequence[Sequence[Tensor]]]  # parameters, and their gradients of each step
+
+
+def take_steps_in_two_ways(cls: Class, options: Options, together: Steps, each: Steps) -> None:
+    """Take steps with one object for all, and with a new one for each parameter and step: only its state is kept."""
+    _, numbers = take_steps(cls, options, *together)
+    groups = [Group(x, x, dict.fromkeys(numbers), options) for x in each[0]]
+    for grads in each[1]:
+        for group, grad in zip(groups, grads, strict=True):
             update(cls, [replace(group, grad=grad)], ())
 
 
