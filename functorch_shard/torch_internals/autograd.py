@@ -266,18 +266,19 @@ def with_outer_tangents() -> AbstractContextManager[object]:
     return forward_ad._set_fwd_grad_enabled(True)
 
 
-def marks_every_batch(device: torch.device) -> Tensor | None:
-    """A scalar ``False`` that is batched at every active level of vmap; ``None`` if there is none.
+def writable_copy(x: Tensor) -> Tensor:
+    """A bitwise copy of ``x`` that is batched at every active level of vmap.
 
-    ``torch.where(mark, x, x)`` is a bitwise copy of ``x`` that batched values can be written to in place; vmap refuses
-    that for tensors that are not batched.
+    Batched values can be written to it in place, which vmap refuses for tensors that are not batched.
     """
     batches = [level for level in levels() if level.key() == TransformType.Vmap]
+    if not batches:
+        return x.clone()
     with outside_transforms():
-        mark = torch.zeros([level.batch_size() for level in batches], dtype=torch.bool, device=device)
+        mark = torch.zeros([level.batch_size() for level in batches], dtype=torch.bool, device=x.device)
     for level in batches:  # from the outside in
         mark = add_batch_dim(mark, 0, level.level())
-    return mark if batches else None
+    return torch.where(mark, x, x)
 
 
 def without_batches(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ..containers import filled_variables
 from ..errors import hint, reject
 from ..layout.trees import Full, Sharded
 from ..sharding.gather import gather
-from ..torch_internals.autograd import eager, marks_every_batch
+from ..torch_internals.autograd import eager, writable_copy
 from ..torch_internals.tensors import ModuleTree, detach_copy
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -212,7 +212,7 @@ def apply(
     for module in bound.modules():
         if not isinstance(module, torch.jit.ScriptModule):  # which is the model's own
             for name, x in module.named_buffers(recurse=False):
-                setattr(module, name, copies.setdefault(id(x), _writable(x)))
+                setattr(module, name, copies.setdefault(id(x), writable_copy(x)))
     output = bound(*args, **kwargs)
     after = dict(bound.named_buffers())
     reject(
@@ -221,9 +221,3 @@ def apply(
         "A model may change the values of its buffers while it runs, but not which buffers it has.",
     )
     return output, {name: x.clone() for name, x in after.items()}  # recomputation in backward writes to the bound ones
-
-
-def _writable(x: Tensor) -> Tensor:
-    """Return a copy that a module may write to in place, also with batched values."""
-    mark = marks_every_batch(x.device)
-    return x.clone() if mark is None else torch.where(mark, x, x)
