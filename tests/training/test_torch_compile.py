@@ -20,6 +20,7 @@ from tests.support.differentiated import Program, data
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
 
 EXACT: Any = {"rtol": 1e-12, "atol": 1e-14}
+ADAMW = fs.optimizer(torch.optim.AdamW, lr=1e-2)
 
 
 class Plain(Program):
@@ -38,6 +39,11 @@ class Plain(Program):
         leaves = {key: shard.detach().requires_grad_() for key, shard in trainable.items()}
         value = self._loss(x, frozen)(fs.Sharded(leaves, trainable.layout))
         return list(torch.autograd.grad(value, list(leaves.values())))
+
+    def adamw(self, params: fs.Sharded, x: Tensor) -> Any:
+        grads, loss = fs.grad_and_value(self.loss)(params, x)
+        params, state = ADAMW.step(params, grads=grads, state=ADAMW.init(params), lr=x.shape[0] / 100)
+        return *ADAMW.step(params, grads=grads, state=state), fs.collectives.pmean(loss, self.mesh)
 
 
 @on_each([*simulated(2, HYBRID), *gloo(2)])
@@ -67,38 +73,16 @@ def check(mesh: fs.Mesh, name: str) -> None:
         assert any(bool(leaf.any()) for leaf in optree.tree_leaves(result))
 
 
-CASES = [(ranks, name) for ranks in [*simulated(3), *gloo(2)] for name in ("grad", "jvp", "hvp", "clipped")]
+CASES = [(ranks, name) for ranks in [*simulated(3), *gloo(2)] for name in ("grad", "jvp", "hvp", "clipped", "adamw")]
 CASES += [(ranks, "autograd") for ranks in gloo(2)]  # requires_grad_ is not for batched ranks
-QUICK, *SLOW = sorted(CASES, key=lambda case: (case[0].real, case[1] != "hvp"))
+QUICK = [(*simulated(3), "hvp"), (*gloo(2), "adamw")]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK]
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")  # about what it does not trace
-@pytest.mark.parametrize(
-    ("ranks", "name"), [QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
-)
+@pytest.mark.parametrize(("ranks", "name"), [*QUICK, *SLOW], ids=str)
 def test_a_compiled_step_has_the_derivatives_of_the_eager_one(ranks: Ranks, name: str) -> None:
     ranks.run(check, name)
-
-
-@on_each([*simulated(2), *gloo(2)])
-def test_a_compiled_step_of_adamw_trains_as_the_eager_one(mesh: fs.Mesh) -> None:
-    torch._dynamo.reset()
-    program, opt = Program(mesh), fs.optimizer(torch.optim.AdamW, lr=1e-2)
-
-    @mesh.spmd
-    def step(params: fs.Sharded, state: Any, x: Tensor, lr: float) -> Any:
-        grads, loss = fs.grad_and_value(program.loss)(params, x)
-        params, state = opt.step(params, grads=grads, state=state, lr=lr)
-        return params, state, fs.collectives.pmean(loss, mesh)
-
-    results = []
-    steps: list[Any] = [step, torch.compile(step, backend="aot_eager")]
-    for each in steps:
-        trees: Any = program.params, opt.init(program.params)
-        for i in range(3):
-            *trees, _ = each(*trees, data(mesh, i), 0.01 / (i + 1))
-        results.append(trees)
-    assert_trees_close(*results, **EXACT)
 
 
 @on_each(gloo(2))
