@@ -31,7 +31,6 @@ ACCEPTED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (homemade.Lists, {}, ["momentums.0", "momentums.1", "owner.started"]),
     (homemade.FromTheFirst, {}, ["square", "owner.started"]),
     (homemade.CountsSteps, {}, ["group.step", "mean", "owner.started"]),
-    (homemade.Waits, {}, ["group.step", "mean", "owner.started"]),
     (
         homemade.Soap,
         {},

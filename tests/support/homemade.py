@@ -54,16 +54,6 @@ class CountsSteps(Base):
         param.sub_(group["lr"] * mean / (1 - 0.9 ** group["step"]))
 
 
-class Waits(CountsSteps):
-    """As pytorch-optimizer's SOAP: the first step counts, and moves nothing."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        if group["step"] > 1:
-            super().move(param, grad, state, group)
-        else:
-            state["mean"] = torch.zeros_like(param)
-
-
 class HalvesItsRate(CountsSteps):
     """As schedules inside of optimizers: a number that depends on the steps alone, and a flag."""
 

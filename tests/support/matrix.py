@@ -34,7 +34,6 @@ CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "lists": (homemade.Lists, {"lr": 0.1}),
     "first_gradient": (homemade.FromTheFirst, {"lr": 0.1}),
     "counts_in_groups": (homemade.HalvesItsRate, {"lr": 0.1}),
-    "waits": (homemade.Waits, {"lr": 0.1}),
     "wide": (homemade.WideMomentum, {"lr": 0.1}),
 }
 REST: dict[str, Any] = {"lr": 0.01, "foreach": False}

@@ -68,12 +68,18 @@ def stepping(opt: fs.Optimizer, **options: Any) -> Callable[..., Any]:
     return lambda params, grads, state: opt.step(params, grads=grads, state=state, **options)
 
 
-def run(opt: fs.Optimizer, layout: fs.Layout, num_steps: int = NUM_STEPS, wrap: Any = lambda step: step) -> fs.Sharded:
-    """The parameters after some steps with different gradients."""
+def run(
+    opt: fs.Optimizer,
+    layout: fs.Layout,
+    num_steps: int = NUM_STEPS,
+    wrap: Any = lambda step: step,
+    options: Callable[[int], dict[str, Any]] = lambda i: {},
+) -> fs.Sharded:
+    """The parameters after some steps with different gradients; ``options`` are those of each step."""
     params = fs.shard(whole(), layout)
-    state, step = wrap(opt.init)(params), wrap(stepping(opt))
+    state = wrap(opt.init)(params)
     for i in range(num_steps):
-        params, state = step(params, sharded_grads(layout, i + 1), state)
+        params, state = wrap(stepping(opt, **options(i)))(params, sharded_grads(layout, i + 1), state)
     return params
 
 

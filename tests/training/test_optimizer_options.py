@@ -124,19 +124,12 @@ def test_a_learning_rate_per_step_equals_torchs_scheduler(case: str, whole_param
         return 0.5 * (1 + math.cos(math.pi * (i + 1) / 6))  # the rate of the first step is not the one of the class
 
     layout, opt = planned(fs.simulated_mesh(3)), optimizer(case, whole=whole_parameters)
-    params = fs.shard(whole(), layout)
-    state = opt.init(params)
-    for i in range(5):
-        params, state = opt.step(params, grads=sharded_grads(layout, i + 1), state=state, lr=base * factor(i))
+    params = run(opt, layout, 5, options=lambda i: {"lr": base * factor(i)})
     assert_equal_stock(params, stock(case, 5, factor))
 
 
 def test_an_override_may_bring_new_state_which_then_accumulates() -> None:
-    layout, opt = planned(fs.simulated_mesh(2)), optimizer("sgd")
-    params = fs.shard(whole(), layout)
-    state = opt.init(params)
-    for i in range(3):
-        params, state = opt.step(params, grads=sharded_grads(layout, i + 1), state=state, momentum=0.9)
+    params = run(optimizer("sgd"), planned(fs.simulated_mesh(2)), 3, options=lambda i: {"momentum": 0.9})
     assert_equal_stock(params, stock("sgd_momentum", 3))
 
 
