@@ -11,18 +11,15 @@ from torch.fx import GraphModule
 
 import functorch_shard as fs
 from tests.device import ranks
-from tests.device.programs import PROGRAMS, train
+from tests.device.programs import PROGRAMS, tolerance, train
 from tests.support.refusals import refused
 
 TWO, HYBRID = {"shard": 2}, {"replicate": 2, "shard": 2}
-# The CPU has other kernels for bfloat16, which round at other places: norms are off by two roundings at most.
-TOLERANCES = {"train in bfloat16": {"rtol": 2.0**-7, "atol": 4e-3}}
 
 
 def same_as_on_the_cpu(mesh: fs.Mesh, name: str) -> None:
     expected = PROGRAMS[name](fs.init_mesh(mesh.axes, device="cpu"))
-    actual = PROGRAMS[name](mesh)
-    fs.testing.assert_trees_close(actual, expected, **TOLERANCES.get(name, {"rtol": 1e-5, "atol": 2e-6}))
+    fs.testing.assert_trees_close(PROGRAMS[name](mesh), expected, **tolerance(name, mesh.device))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -19,14 +19,12 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.device.programs import PROGRAMS, train
+from tests.device.programs import NOT_IN_A_BATCH, PROGRAMS, tolerance, train
 from tests.support.launching import environ, printed
 from tests.support.scripts import free_port
 
 tree_map: Any = optree.tree_map
 Span = tuple[float, float]
-# Ranks in a batch round bfloat16 at other places, and refuse the checkpoints of torch.
-NOT_IN_A_BATCH = ("train in bfloat16", "train a model that checkpoints itself")
 
 
 def programs(mesh: fs.Mesh) -> None:
@@ -37,8 +35,7 @@ def programs(mesh: fs.Mesh) -> None:
             continue
         rows = PROGRAMS.get(name, train)(fs.simulated_mesh(dict(mesh.axes), device="cpu"))
         expected = tree_map(lambda x: x[mesh.rank], rows)
-        close = {"rtol": 1e-9, "atol": 1e-11} if "derivatives" in name else {"rtol": 1e-4, "atol": 1e-4}
-        assert_trees_close({name: program(mesh)}, {name: expected}, **close)
+        assert_trees_close({name: program(mesh)}, {name: expected}, **tolerance(name, mesh.device))
 
 
 # a profile
