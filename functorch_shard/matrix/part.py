@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
+from math import prod
 from typing import Any
 
 import optree
@@ -74,28 +75,26 @@ class WholePart:
 
     def step(self, params: Sharded, given: Any, options: ByLabel, donate: bool) -> dict[str, Leaves]:
         """New parameters and state, by key of a buffer, then by name."""
-        layout, axis = params.layout, shard_axis(params.layout) if self.num_shards > 1 else None
+        layout, mesh, axis = params.layout, params.layout.mesh, None
         over = {name for x in optree.tree_leaves(given) if isinstance(x, Tensor) for name in axes_over(x)}
+        if self.num_shards > 1:
+            others = layout.axes if not mesh.in_spmd else [each for each in layout.axes if each[0] in over]
+            folded = prod(size for name, size in others if name not in layout.shard_axes)
+            axis = replace(shard_axis(layout), folded=folded)  # so many of a rank's rows are of other axes
         call = partial(self._updated, axis, self.plan(params), options, self._device(params), donate)
-        return run_below_transforms(call, rank_dims(layout), self._place(layout, over), *given)
+        return run_below_transforms(call, rank_dims(layout), self._index(layout), *given)
 
     def _updated(
         self, axis: Axis | None, plan: Plan, options: ByLabel, device: torch.device, donate: bool, *trees: Any
     ) -> dict[str, Leaves]:
-        """Update all rows at once: by what distinguishes simulated ranks, from leaves and gradients of buffers."""
-        place, given, grads, rows = trees
+        """Update all rows at once: from positions on the shard axis, leaves and gradients of buffers."""
+        index, given, grads, rows = trees
         new = {key: dict(zip(of, owned(of.values(), donate), strict=True)) for key, of in given.items()}
-        index, others, every = place["index"], place["others"], [*product(*map(range, rows))]
+        every, stacked = [*product(*map(range, rows))], isinstance(index, Tensor)
         places: dict[int, list[tuple[int, ...]]] = {}
-        if isinstance(index, Tensor):
-            for row, rank in zip(every, index.flatten().tolist(), strict=True):
-                places.setdefault(rank, []).append(row)
-            dims = [] if others is None else [n for d, n in enumerate(rows) if (others != others.narrow(d, 0, 1)).any()]
-            axis = axis and replace(axis, folded=torch.Size(dims).numel())  # so many of a rank's rows: other axes
-        else:
-            places[index] = every
-        places = dict(sorted(places.items()))
-        step = WholeStep(self.opt, axis, plan, options, device, places, isinstance(index, Tensor), grads, new)
+        for row, rank in zip(every, index.flatten().tolist() if stacked else [index] * len(every), strict=True):
+            places.setdefault(rank, []).append(row)
+        step = WholeStep(self.opt, axis, plan, options, device, dict(sorted(places.items())), stacked, grads, new)
         step.run(plan.rounds({key: self.buffers[key] for key in grads}))
         return new
 
@@ -125,19 +124,11 @@ class WholePart:
     def _device(self, params: Sharded) -> torch.device:
         return working_device(params[next(iter(self.buffers))], params.layout.mesh.device)
 
-    def _place(self, layout: Layout, over: Collection[str] = ()) -> Leaves:
-        """This rank's index, and what differs on the ranks of other axes ``over`` which operands vary.
-
-        As many values as there are ranks here. What operands do not vary over, results do not vary over.
-        """
+    def _index(self, layout: Layout) -> Any:
+        """The position on the shard axis of this rank, or outside of ``spmd`` those of all ranks."""
         if self.num_shards == 1:
-            return {"index": 0, "others": None}
-        names = [name for name, _ in layout.axes]
+            return 0
         if layout.mesh.in_spmd:
-            index = shard_axis(layout).backend.index()
-            along = {name: layout.mesh[name].backend.index() for name in names if name in over}
-        else:
-            along = dict(zip(names, torch.meshgrid(*map(torch.arange, axis_sizes(layout)), indexing="ij"), strict=True))
-            index = shard_at(along, layout)
-        others = [grid for name, grid in along.items() if name not in layout.shard_axes]
-        return {"index": index, "others": sum(others) if others else None}
+            return shard_axis(layout).backend.index()
+        places = torch.meshgrid(*map(torch.arange, axis_sizes(layout)), indexing="ij")
+        return shard_at(dict(zip(dict(layout.axes), places, strict=True)), layout)
