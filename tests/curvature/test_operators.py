@@ -236,8 +236,6 @@ def test_what_is_no_vector_of_the_matrix_is_refused() -> None:
 
 # Collectives of Hessian-vector products, counted by unit, beside those of a gradient.
 
-Loss = Callable[[fs.Sharded, Tensor], Tensor]
-
 
 def model_of_units() -> nn.Module:
     torch.manual_seed(0)
@@ -245,64 +243,45 @@ def model_of_units() -> nn.Module:
 
 
 UNITS = model_of_units()
-
-
-def loss_with(**gather: Any) -> Loss:
-    def loss(p: fs.Sharded, x: Tensor) -> Tensor:
-        full: Any = fs.gather(p, **gather)
-        return functional_call(UNITS, full, (x,)).square().mean()
-
-    return loss
-
-
-LOSSES: dict[str, Loss] = {"lazy": loss_with(), "at once": loss_with(lazy=False)}
-DERIVED: dict[str, Callable[[Loss, fs.Sharded, fs.Sharded, Tensor], Any]] = {
+DERIVED: dict[str, Callable[[Any, fs.Sharded, fs.Sharded, Tensor], Any]] = {
     "gradient": lambda loss, p, v, x: fs.grad(loss)(p, x),
     "hessian": lambda loss, p, v, x: hessian(loss)(p, x) @ v,
     "fs.grad of jvp": lambda loss, p, v, x: fs.grad(lambda p: jvp(lambda p: loss(p, x), (p,), (v,))[1])(p),
 }
 
 
-def product_of(mesh: fs.Mesh, name: str, loss: str) -> Any:
-    """The result, and how often each unit was communicated."""
+def communicated(mesh: fs.Mesh, name: str, lazy: bool | None) -> Counter[tuple[str, str]]:
+    """How often each unit was, by kind and key."""
     params = fs.shard(UNITS, fs.plan(UNITS, mesh))
-    v, x = (
-        fs.curvature.randn_like(params, 0),
-        mesh.split(torch.linspace(-1, 1, 24 * mesh.size, dtype=torch.float64).unflatten(0, (-1, 6))),
-    )
+    v, x = fs.curvature.randn_like(params, 0), torch.linspace(-1, 1, 24 * mesh.size).double().view(-1, 6)
 
-    def of(p: fs.Sharded, v: fs.Sharded, x: Tensor) -> Any:
-        return DERIVED[name](LOSSES[loss], p, v, x)
+    def loss(p: fs.Sharded, x: Tensor) -> Tensor:
+        return functional_call(UNITS, dict(fs.gather(p, lazy=lazy)), (x,)).square().mean()
 
     with count_collectives() as seen:
-        result = mesh.spmd(of)(params, v, x)
-    return result, Counter((each.kind, each.key) for each in seen.issued)
+        mesh.spmd(partial(DERIVED[name], loss))(params, v, mesh.split(x))
+    return Counter((each.kind, each.key) for each in seen.issued if each.key)
 
 
-def counted(ranks: Ranks, name: str, loss: str) -> dict[str, Counter[str]]:
-    """By kind, by unit; of the first rank, as all have the same."""
-    first, *others = (each for _, each in ranks.once(product_of, name, loss))
+def counted(ranks: Ranks, name: str, lazy: bool | None) -> Counter[tuple[str, str]]:
+    """Of the first rank, as all have the same."""
+    first, *others = ranks.once(communicated, name, lazy)
     assert all(other == first for other in others)
-    kinds = {kind for kind, _ in first}
-    return {kind: Counter({key: n for (k, key), n in first.items() if k == kind and key}) for kind in kinds}
+    return first
 
 
 every_ranks = pytest.mark.parametrize("ranks", [*simulated(1, 2), *sequential(2), *gloo(HYBRID)], ids=str)
 
 
-def doubled(numbers: Counter[str]) -> Counter[str]:
-    return numbers + numbers
-
-
 @every_ranks
 def test_a_hessian_product_takes_the_gathers_and_the_reductions_of_two_gradients(ranks: Ranks) -> None:
-    gradient, product = counted(ranks, "gradient", "lazy"), counted(ranks, "hessian", "lazy")
-    assert product == {kind: doubled(numbers) for kind, numbers in gradient.items()}
+    gradient = counted(ranks, "gradient", None)
+    assert counted(ranks, "hessian", None) == gradient + gradient
 
 
 @every_ranks
 def test_reverse_over_forward_reduces_each_unit_once(ranks: Ranks) -> None:
-    gradient, product = counted(ranks, "gradient", "at once"), counted(ranks, "fs.grad of jvp", "at once")
-    assert product.keys() == gradient.keys()
-    for kind, numbers in gradient.items():
-        assert product[kind] == (doubled(numbers) if kind == "all_gather" else numbers), kind
+    gradient = counted(ranks, "gradient", False)
+    gathers = Counter({which: number for which, number in gradient.items() if which[0] == "all_gather"})
+    assert bool(gathers) == (ranks.size > 1)
+    assert counted(ranks, "fs.grad of jvp", False) == gradient + gathers
