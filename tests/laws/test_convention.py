@@ -30,6 +30,7 @@ from tests.laws.convention import (
     tree_map,
     whole_parameters,
 )
+from tests.support.differentiated import by_backward
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 from tests.support.refusals import text_of
 
@@ -70,19 +71,8 @@ def test_the_gradient_is_exact_through_gradients_steps_and_penalties(inner: str,
         assert_trees_close(results, [want] * len(results), rtol=1e-10, atol=1e-13)
 
 
-def autograd_outer(fn: Any) -> Any:
-    """``backward()`` as a function of parameters."""
-
-    def gradient(p: fs.Sharded) -> fs.Sharded:
-        leaves = fs.Sharded({key: x.detach().requires_grad_() for key, x in p.items()}, p.layout)
-        fn(leaves).backward()
-        return fs.Sharded({key: x.grad for key, x in leaves.items()}, p.layout)
-
-    return gradient
-
-
 def products(mesh: fs.Mesh) -> list[dict[str, fs.Full]]:
-    outers = [fs.grad, torch.func.grad, *([] if mesh.is_simulated else [autograd_outer])]
+    outers = [fs.grad, torch.func.grad, *([] if mesh.is_simulated else [by_backward])]
     ways = product(("fs.grad", "torch.func.grad"), lazy_and_at_once(mesh), outers)
     return [on_mesh(mesh, sharded_side(*way), ["reverse over reverse"]) for way in ways]
 
@@ -98,7 +88,7 @@ def refusals(mesh: fs.Mesh, task: str, inner: str) -> list[str]:
     """By torch.func.grad, and on real ranks by backward()."""
     told = [text_of(on_mesh, mesh, sharded_side(inner, z, torch.func.grad), [task]) for z in lazy_and_at_once(mesh)]
     if not mesh.is_simulated:
-        told += [text_of(on_mesh, mesh, sharded_side(inner, lazy, autograd_outer), [task]) for lazy in LAZY]
+        told += [text_of(on_mesh, mesh, sharded_side(inner, lazy, by_backward), [task]) for lazy in LAZY]
     return told
 
 
@@ -231,14 +221,14 @@ def by_hand_on_this_rank(mesh: fs.Mesh) -> list[Any]:
     return [[on_mesh(mesh, side(loss, outer), tasks) for outer in OUTER] for loss in losses]
 
 
-OUTER = fs.grad, autograd_outer
+OUTER = fs.grad, by_backward
 
 
 @every_real
 def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_by_fs_grad(ranks: Ranks) -> None:
     for results in ranks.run(by_hand_on_this_rank):
-        for by_fs, by_backward in results:
-            assert_trees_close(by_backward, by_fs, rtol=1e-10, atol=1e-13)
+        for by_fs, by_autograd in results:
+            assert_trees_close(by_autograd, by_fs, rtol=1e-10, atol=1e-13)
 
 
 def penalty_by_closure(params: fs.Sharded, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""A gradient, a product with the Hessian and a clipped gradient of an awkward model, of its parameters and data."""
+"""Gradients by ``backward()``; and derivatives of an awkward model, as functions of its parameters and data."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -13,6 +14,17 @@ import functorch_shard as fs
 from tests.support.models import awkward
 
 tree_map: Any = optree.tree_map
+
+
+def by_backward(loss: Callable[..., Tensor]) -> Callable[..., fs.Sharded]:
+    """``backward()`` as a function of parameters."""
+
+    def gradient(params: fs.Sharded, *args: Any) -> fs.Sharded:
+        leaves = fs.Sharded({key: x.detach().requires_grad_() for key, x in params.items()}, params.layout)
+        loss(leaves, *args).backward()
+        return fs.Sharded({key: x.grad for key, x in leaves.items()}, params.layout)
+
+    return gradient
 
 
 def data(mesh: fs.Mesh, seed: int, rows: int = 3) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.support.differentiated import by_backward
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 from tests.support.refusals import refused
 
@@ -84,11 +85,8 @@ def gradients(mesh: fs.Mesh, batched: bool) -> Any:
     hows = () if batched else (again, adjoint)  # torch's vmap has no rule for these
     models, x = [Late(not batched), *(Late(how=how) for how in hows)], late_batch(mesh)
     params = fs.shard(models[0], fs.plan(models[0], mesh))
-    results = [mesh.spmd(fs.grad(partial(late_loss, model)))(params, x) for model in models]
-    for model in models if not mesh.is_simulated else ():
-        leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
-        late_loss(model, leaves, x).backward()
-        results.append(fs.Sharded({key: x.grad for key, x in leaves.items()}, params.layout))
+    ways = [lambda loss: mesh.spmd(fs.grad(loss)), *([] if mesh.is_simulated else [by_backward])]
+    results = [way(partial(late_loss, model))(params, x) for way in ways for model in models]
     return [fs.gather(grads, lazy=False) for grads in results]
 
 
@@ -347,11 +345,7 @@ def by_a_hook(mesh: fs.Mesh, alone: bool) -> tuple[str, fs.Full]:
     params = fs.shard(model, fs.plan(model, mesh))
     x = mesh.split(torch.arange(16.0, dtype=torch.float64).sin().view(4, 4))
     loss = lambda p: fs.bind(model, p)(x)  # noqa: E731
-    leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
-    loss(leaves).backward()
-    return refused(fs.grad(loss), params), fs.gather(
-        fs.Sharded({key: x.grad for key, x in leaves.items()}, params.layout), lazy=False
-    )
+    return refused(fs.grad(loss), params), fs.gather(by_backward(loss)(params), lazy=False)
 
 
 @pytest.mark.parametrize("alone", [False, True])
