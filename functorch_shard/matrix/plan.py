@@ -61,13 +61,13 @@ class Round:
     def back(self) -> Splits:
         return tuple(zip(*self.there, strict=True))
 
-    @property
-    def with_grads(self) -> Splits:
-        return tuple(tuple(2 * numel for numel in row) for row in self.there)
+    def sent(self, rank: int) -> list[Part]:
+        """What ``rank`` has of parameters that others update, in the order of messages."""
+        return [part for owner, parts in enumerate(self.parts[rank]) if owner != rank for part in parts]
 
-    @property
-    def sends(self) -> bool:
-        return any(map(any, self.there))
+    def received(self, rank: int) -> list[Part]:
+        """What others have of parameters that ``rank`` updates, in the order of messages."""
+        return [part for source, of in enumerate(self.parts) if source != rank for part in of[rank]]
 
 
 class Owned(NamedTuple):

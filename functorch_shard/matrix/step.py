@@ -6,8 +6,9 @@ A real rank has one row of each tensor, or several if the user maps over paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import optree
@@ -47,82 +48,63 @@ class WholeStep:
         returning: list[tuple[Round, Work | None]] = []
         for i, this in enumerate(rounds):
             work, arriving = arriving, self._send(rounds[i + 1]) if i + 1 < len(rounds) else None
-            received = self._wait(work)
-            new = {place: self._updated(this, rank, place, received.get(place)) for rank, place in self._rows()}
+            new = {place: self._updated(this, rank, place, rows) for rank, place, rows in self._arrived(work)}
             returning.append((this, self._send_back(this, new)))
         for this, work in returning:
-            received = self._wait(work)
-            for rank, place in self._rows() if received else ():
-                parts = [part for owner in self._others(rank) for part in this.parts[rank][owner]]
-                for part, values in zip(parts, _split(received[place], parts), strict=True):
-                    self._lay(part, place, values)
-
-    def _rows(self) -> Iterator[tuple[int, Place]]:
-        return ((rank, place) for rank, places in self.places.items() for place in places)
-
-    def _others(self, rank: int) -> list[int]:
-        """All ranks but one, in the order of messages."""
-        return [other for other in range(self.plan.num_ranks) if other != rank]
-
-    def _both(self, this: Round, source: int, owner: int) -> list[tuple[bool, Part]]:
-        """The parts of parameters, then those of gradients, for which the flag is true."""
-        return [(of_grad, part) for of_grad in (False, True) for part in this.parts[source][owner]]
+            for rank, place, rows in self._arrived(work):
+                for row in rows:
+                    self._lay(_split(row, this.sent(rank)), place)
 
     def _of_shard(self, of_grad: bool, part: Part, place: Place) -> Tensor:
         return part.of((self.grads[part.key] if of_grad else self.new[part.key][PARAM])[place], part.offset)
 
     def _send(self, this: Round) -> Work | None:
         """Of each parameter and its gradient what this rank has and others own."""
-
-        def parts(rank: int, place: Place) -> list[Tensor]:
-            both = [each for owner in self._others(rank) for each in self._both(this, rank, owner)]
-            return [self._of_shard(of_grad, part, place) for of_grad, part in both]
-
-        return self._start(this, this.with_grads, parts)
+        both = {rank: [*product((False, True), places)] for rank, places in self.places.items()}
+        rows = {
+            rank: [[self._of_shard(of_grad, part, place) for part in this.sent(rank)] for of_grad, place in each]
+            for rank, each in both.items()
+        }
+        return self._start(this.dtype, rows, this.there)
 
     def _send_back(self, this: Round, new: Mapping[Place, Whole]) -> Work | None:
-        def parts(rank: int, place: Place) -> list[Tensor]:
-            sent = [part for source in self._others(rank) for part in this.parts[source][rank]]
-            return [part.of(new[place][part.name], part.start) for part in sent]
-
-        return self._start(this, this.back, parts)
-
-    def _start(self, this: Round, splits: Splits, parts: Callable[[int, Place], list[Tensor]]) -> Work | None:
-        """Send one message from each rank to each other one, with one row for each of its rows."""
-        if self.axis is None or not this.sends:
-            return None
-        device, dtype = self.device, this.dtype
-        empty = torch.empty(0, device=device, dtype=dtype)
-        messages = [
-            torch.stack([torch.cat([empty, *(x.to(device, dtype) for x in parts(rank, place))]) for place in places])
+        rows = {
+            rank: [[part.of(new[place][part.name], part.start) for part in this.received(rank)] for place in places]
             for rank, places in self.places.items()
+        }
+        return self._start(this.dtype, rows, this.back)
+
+    def _start(self, dtype: torch.dtype, rows: Mapping[int, list[list[Tensor]]], splits: Splits) -> Work | None:
+        """Send one message from each rank to each other one: some rows of each rank."""
+        if self.axis is None or not any(map(any, splits)):
+            return None
+        empty = torch.empty(0, device=self.device, dtype=dtype)
+        messages = [
+            torch.stack([torch.cat([empty, *(x.to(empty) for x in row)]) for row in of]) for of in rows.values()
         ]
         longest = max(x.shape[-1] for x in messages)
         padded = [pad(x, (0, longest - x.shape[-1])) for x in messages]
         x = torch.stack(padded) if self.stacked else padded[0]
         return self.axis.issue("ragged_all_to_all", x, splits=splits)
 
-    def _wait(self, work: Work | None) -> dict[Place, Tensor]:
-        """What each row received, which may be followed by padding; nothing if nothing was sent."""
-        if work is None:
-            return {}
-        result = work.wait()
-        of_ranks = dict(enumerate(result)) if self.stacked else dict.fromkeys(self.places, result)
-        return {
-            place: x for rank, places in self.places.items() for place, x in zip(places, of_ranks[rank], strict=True)
-        }
+    def _arrived(self, work: Work | None) -> Iterator[tuple[int, Place, Any]]:
+        """Each rank and place here with the rows that it received, none if nothing was sent; padding may follow."""
+        result = work.wait() if work else None
+        for rank, places in self.places.items():
+            of_rank = [] if result is None else result[rank] if self.stacked else result
+            for i, place in enumerate(places):
+                yield rank, place, of_rank[i :: len(places)]
 
-    def _updated(self, this: Round, rank: int, place: Place, received: Tensor | None) -> Whole:
-        """The new values of what ``rank`` owns."""
+    def _updated(self, this: Round, rank: int, place: Place, rows: Any) -> Whole:
+        """The new values of what ``rank`` owns; ``rows`` of parameters and of gradients are from others."""
         owned, how = self.plan.owned, {"dtype": this.dtype, "device": self.device}
         params, grads = (
             {name: torch.empty(owned[name].slot.numel, **how) for name in this.owned[rank]} for _ in range(2)
         )
-        sent = [each for source in self._others(rank) for each in self._both(this, source, rank)]
-        arrived = () if received is None else zip(sent, _split(received, [part for _, part in sent]), strict=True)
-        here = [(each, self._of_shard(*each, place)) for each in self._both(this, rank, rank)]
-        for (of_grad, part), values in (*here, *arrived):
-            part.of((grads if of_grad else params)[part.name], part.start).copy_(values)
+        for of_grad, whole in ((False, params), (True, grads)):
+            own = [(part, self._of_shard(of_grad, part, place)) for part in this.parts[rank][rank]]
+            for part, values in (*own, *(_split(rows[int(of_grad)], this.received(rank)) if len(rows) else ())):
+                part.of(whole[part.name], part.start).copy_(values)
         groups = {}
         for name, param in params.items() if self.device.type != "meta" else ():  # a class may ask for numbers
             shape, options = owned[name].slot.shape, self.options[owned[name].label]
@@ -131,13 +113,13 @@ class WholeStep:
         for name, group in groups.items():
             self._keep_state(name, place, group.state)
         new = params | {name: group.param.detach().reshape(-1) for name, group in groups.items()}
-        for part in this.parts[rank][rank]:
-            self._lay(part, place, part.of(new[part.name], part.start))
+        self._lay(((part, part.of(new[part.name], part.start)) for part in this.parts[rank][rank]), place)
         return new
 
-    def _lay(self, part: Part, place: Place, values: Tensor) -> None:
-        """Put new values into a shard."""
-        self._of_shard(False, part, place).copy_(values)
+    def _lay(self, parts: Iterable[tuple[Part, Tensor]], place: Place) -> None:
+        """Put new values into shards."""
+        for part, values in parts:
+            self._of_shard(False, part, place).copy_(values)
 
     def _state(self, name: str, place: Place) -> dict[str, Any]:
         """The state of a ``Group``, with views of the leaves; Note [State of whole parameters]."""
@@ -174,9 +156,7 @@ class WholeStep:
         return self.new[key][entry][place][offset : offset + numel]
 
 
-def _split(received: Tensor, parts: Iterable[Part]) -> Iterator[Tensor]:
-    """The values of each part in a message."""
-    offset = 0
-    for part in parts:
-        yield received[offset : offset + part.numel]
-        offset += part.numel
+def _split(row: Tensor, parts: Sequence[Part]) -> Iterable[tuple[Part, Tensor]]:
+    """Each part with its values in a message."""
+    sizes = [part.numel for part in parts]
+    return zip(parts, row[: sum(sizes)].split(sizes), strict=True)
