@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import Estimate, Layout, MixedPrecision, estimate, simulated_mesh
 from .. import optimizer as optimizer_of
 from .. import plan as plan_of
 from ..errors import axes_text, hint, table
 
-Source = nn.Module | Mapping[str, Tensor]
 _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "peak")
 
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = args.pop("command")
     try:
         text = plan(**args) if command == "plan" else _of_checkpoint(command, **args)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(f"{text}\n")
@@ -90,14 +89,10 @@ def plan(
     if wrong := [n for n in ranks if shards and n % shards]:
         raise ValueError(f"--shards: {shards} does not divide {wrong[0]:,} ranks of --ranks")
     meshes = [simulated_mesh({"replicate": n // shards, "shard": shards} if shards else n) for n in ranks]
-    try:
-        opt = optimizer_of(_named("optimizer", torch.optim, optimizer)) if optimizer else None
-        if precision:
-            dtypes = [_named("precision", torch, name) for name in precision.split(",")]
-            options["precision"] = MixedPrecision(*dtypes)
-        layouts = [plan_of(source, mesh, **options) for mesh in meshes]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"plan: {' '.join(str(error).split())}") from error
+    opt = optimizer_of(_named("optimizer", torch.optim, optimizer)) if optimizer else None
+    if precision:
+        options["precision"] = MixedPrecision(*(_named("precision", torch, name) for name in precision.split(",")))
+    layouts = [plan_of(source, mesh, **options) for mesh in meshes]
     return _formatted(model, layouts, [estimate(layout, opt) for layout in layouts])
 
 
@@ -131,22 +126,15 @@ def _named(option: str, module: Any, name: str) -> Any:
     return found
 
 
-def _built(text: str) -> Source:
+def _built(text: str) -> Any:
     """The model that ``package.module:name`` makes on the meta device, or is."""
     origin, _, name = text.partition(":")
     sys.path[:0] = [] if "" in sys.path else [""]  # as python -m does: modules of the working directory
-    try:
-        made = getattr(import_module(origin), name)
-        if not isinstance(made, nn.Module) and callable(made):
-            with torch.device("meta"):
-                made = made()
-    except Exception as error:  # of a user's module and function: any
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        expected = "package.module:name of a function that makes the model on the meta device"
-        raise ValueError(f"plan: MODEL: got {text!r}, expected {expected}: {reason}") from error
-    if not isinstance(made, (nn.Module, Mapping)):
-        raise ValueError(f"plan: MODEL: {text} gives a {type(made).__name__}, expected an nn.Module or name -> tensor")
-    return made
+    made = getattr(import_module(origin), name)
+    if isinstance(made, nn.Module) or not callable(made):
+        return made
+    with torch.device("meta"):
+        return made()
 
 
 def _of_checkpoint(command: str, checkpoint: Path, **options: Any) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..communication.simulated import RUN
 from ..containers import Static, is_hashable, opaque_problem, opened, reached
-from ..layout.trees import Full, Sharded
+from ..layout.trees import is_node
 from ..storage.memory_kind import memory_kind_of
 from ..torch_internals.tensors import FakeTensor, identity_of_storage
 
@@ -42,13 +42,9 @@ class Call:
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call ``(*args, **kwargs)``."""
     tree = opened((args, kwargs))
-    nodes = optree.tree_leaves(tree, is_leaf=_has_mesh, none_is_leaf=True)
+    nodes = optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True)
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
-    return Call(leaves, treedef, tuple(node.layout.mesh for node in nodes if _has_mesh(node)))
-
-
-def _has_mesh(x: Any) -> bool:
-    return isinstance(x, (Sharded, Full))
+    return Call(leaves, treedef, tuple(node.layout.mesh for node in nodes if is_node(node)))
 
 
 def signature_of(call: Call, modules: Iterable[nn.Module]) -> Any:

@@ -78,7 +78,7 @@ def init(
         ``model.named_buffers()`` lists them, for :func:`apply`. Outside ``spmd`` on simulated ranks, both are stacked.
 
     Raises:
-        TypeError: ``model`` is not a module, ``layout`` not a layout, or ``seed`` not an int.
+        TypeError: ``layout`` is not a layout.
         ValueError: the model is not the layout's, or parameters, or buffers without values, are left unfilled in part
             or whole; or ``init`` wrote to tensors outside of the module it was called with; all of them at once.
         RuntimeError: a reset or ``init`` raised, or the ranks disagree about ``seed`` or the values. An error on one
@@ -107,10 +107,6 @@ def init(
     mesh, lines = layout.mesh, list[str]()  # the lines have to be equal on all ranks
 
     def build() -> tuple[Sharded, dict[str, Tensor]]:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"init: model: got {type(model).__name__}, expected an nn.Module, whose modules are filled")
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"init: seed: got {seed!r}, expected an int")
         tensors = named_tensors(model)
         check_model("init", tensors, aliases_of(tensors), layout)
         forked = [mesh.device] if mesh.device.type != "cpu" else []  # the CPU's random numbers always are

@@ -21,7 +21,7 @@ from ..communication.simulated import RUN
 from ..communication.wrappers import skip
 from ..containers import opened, place
 from ..layout.layout import as_stored, select_buffers
-from ..layout.trees import Sharded
+from ..layout.trees import Sharded, is_node
 from ..mesh.init import init_mesh
 from ..mesh.mesh import Mesh, simulated_mesh
 from ..sharding.gather import gather
@@ -157,13 +157,8 @@ def _compare(tree: Any, expected: Any, where: str, rtol: float | None, atol: flo
 
 def _whole(tree: Any) -> Any:
     """Return ``tree`` with whole parameters in place of each ``Sharded``."""
-
-    def is_sharded(x: Any) -> bool:
-        return isinstance(x, Sharded)
-
-    return optree.tree_map(
-        lambda x: _whole_of(x) if is_sharded(x) else x, opened(tree), is_leaf=is_sharded, none_is_leaf=True
-    )
+    whole = lambda x: _whole_of(x) if isinstance(x, Sharded) else x  # noqa: E731
+    return optree.tree_map(whole, opened(tree), is_leaf=is_node, none_is_leaf=True)
 
 
 def _whole_of(tree: Sharded) -> dict[str, Any]:

