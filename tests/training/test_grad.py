@@ -47,11 +47,8 @@ def cubic_aux(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, dict[str, Tensor
 
 def three() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    return (
-        torch.randn(5, dtype=torch.float64),
-        torch.randn(5, dtype=torch.float64),
-        torch.randn((), dtype=torch.float64),
-    )
+    x, y, z = (torch.randn(shape, dtype=torch.float64) for shape in ((5,), (5,), ()))
+    return x, y, z
 
 
 @pytest.mark.parametrize("where", WHERE)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close
+from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.live_bytes import LiveBytes
 from tests.support.steps import (
     CASES,
@@ -46,7 +46,7 @@ def test_steps_equal_the_stock_optimizer_stacked_inside_spmd_and_on_a_real_rank(
     assert_equal_stock(run(optimizer(case), planned(fs.init_mesh())), expected)
 
 
-@pytest.mark.parametrize("implementation", [{}, {"foreach": True}], ids=["chosen", "foreach"])
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"whole": True}], ids=["chosen", "foreach", "whole"])
 @pytest.mark.parametrize("case", ["sgd_nesterov", "adamw", "rprop", "asgd"])
 def test_a_step_never_writes_to_its_inputs_and_the_structure_of_state_never_changes(
     case: str, implementation: dict[str, Any]
@@ -63,10 +63,10 @@ def test_a_step_never_writes_to_its_inputs_and_the_structure_of_state_never_chan
         assert structure(state) == structure(inputs[2])
 
 
-@every_case
-def test_donating_gives_the_same_numbers_in_place(case: str) -> None:
+@pytest.mark.parametrize(("case", "owners"), [*product(CASES, [False]), *product(["sgd_momentum", "adamw"], [True])])
+def test_donating_gives_the_same_numbers_in_place(case: str, owners: bool) -> None:
     mesh = fs.simulated_mesh(2)
-    layout, opt = planned(mesh), optimizer(case)
+    layout, opt = planned(mesh), optimizer(case, whole=owners)
     params = fs.shard(whole(), layout)
     params, state = opt.step(
         params, grads=sharded_grads(layout, 1), state=opt.init(params)
@@ -93,20 +93,13 @@ def _laid(lay: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return optree.tree_map(lambda x: lay(x) if x.ndim == 3 and x.numel() else x, tree)
 
 
-# Leaves that are not contiguous, among contiguous ones.
-MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "gradients once for all replicas": (lambda x: x, _one_for_all),
-    "gradients inside out": (lambda x: x, _inside_out),
-    "parameters and state once for all replicas": (_one_for_all, lambda x: x),
-    "parameters and state inside out": (_inside_out, lambda x: x),
-}
-
-
 @pytest.mark.parametrize("case", ["sgd_nesterov", "adamw", "rmsprop"])
 def test_strides_of_tensors_change_nothing(case: str) -> None:
     layout, opt = planned(fs.simulated_mesh({"replicate": 2, "shard": 3})), optimizer(case)
-    for memory, donate in product(MEMORY.values(), (False, True)):
-        ours, theirs = (partial(_laid, lay) for lay in memory)
+    as_it_is: Any = lambda tree: tree  # noqa: E731
+    for lay, of_grads, donate in product((_one_for_all, _inside_out), (False, True), (False, True)):
+        laid = partial(_laid, lay)  # leaves that are not contiguous, among contiguous ones
+        ours, theirs = (as_it_is, laid) if of_grads else (laid, as_it_is)
         params = fs.shard(whole(), layout)
         expected = params, opt.init(params)
         actual = copied(expected)
@@ -154,9 +147,10 @@ def test_a_step_makes_one_torch_optimizer_for_each_set_of_options_however_many_b
     assert len({x.unique().item() for name, x in whole.items() if int(name[7:-2]) % 2}) == 1
 
 
+@pytest.mark.parametrize("owners", [False, True])
 @pytest.mark.parametrize("case", ["sgd_momentum", "adamw"])
-def test_none_for_a_gradient_leaves_a_buffer_and_its_state_unchanged(case: str) -> None:
-    layout, opt = planned(fs.simulated_mesh(2)), optimizer(case)
+def test_none_for_a_gradient_leaves_a_buffer_and_its_state_unchanged(case: str, owners: bool) -> None:
+    layout, opt = planned(fs.simulated_mesh(2)), optimizer(case, whole=owners)
     params = fs.shard(whole(), layout)
     start, first = opt.init(params), next(iter(params))
     partly = fs.Sharded({**sharded_grads(layout, 1), first: None}, layout)
@@ -267,19 +261,27 @@ def member(opt: fs.Optimizer, layout: fs.Layout, seed: int) -> tuple[fs.Sharded,
 
 @pytest.mark.parametrize(
     ("case", "where"),
-    [("adamw", "stacked"), ("nadam", "outside_spmd"), ("asgd", "inside_spmd"), ("sgd_momentum", "one_rank")],
+    [
+        ("adamw", "stacked"),
+        ("nadam", "outside_spmd"),
+        ("asgd", "inside_spmd"),
+        ("sgd_momentum", "one_rank"),
+        ("sgd_momentum", "owners_inside_spmd"),
+    ],
 )
 def test_vmap_over_an_ensemble_equals_a_loop(case: str, where: str) -> None:
     mesh = fs.init_mesh() if where == "one_rank" else fs.simulated_mesh(2)
-    layout, opt = fs.plan(values(), mesh), optimizer(case)
+    layout, opt = fs.plan(values(), mesh), optimizer(case, whole="owners" in where)
     members = [member(opt, layout, seed) for seed in (1, 2, 3)]
     step: Any = torch.func.vmap(stepping(opt))
     if where == "outside_spmd":
         step = torch.func.vmap(mesh.spmd(stepping(opt)))
-    if where == "inside_spmd":
+    if "inside_spmd" in where:
         step = mesh.spmd(torch.func.vmap(stepping(opt)), in_dims=1, out_dims=1)
     expected = stacked(*(stepping(opt)(*one) for one in members))
-    assert_trees_close(step(*stacked(*members)), expected, rtol=1e-12, atol=1e-13)
+    with count_collectives() as seen:
+        assert_trees_close(step(*stacked(*members)), expected, rtol=1e-12, atol=1e-13)
+    assert seen.total == (2 if "owners" in where else 0)  # one message there, and one back
 
 
 @pytest.mark.parametrize("donate", [False, True])
