@@ -16,6 +16,7 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.live_bytes import LiveBytes
 from tests.support.matrix import CASES, SHAPES, assert_unsharded, is_whole, optimizer, planned, trained, values
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
+from tests.support.steps import padding_of
 
 
 def after_steps(mesh: fs.Mesh, case: str, dtype: torch.dtype) -> fs.Full:
@@ -42,13 +43,9 @@ def test_steps_are_bitwise_those_of_the_class_on_unsharded_parameters(
 def test_padding_stays_exactly_zero() -> None:
     opt, params = optimizer("shampoo"), fs.shard(values(), planned(fs.simulated_mesh(3), align_bytes=64))
     params, state = trained(params, opt.init(params), opt)
-    for tree in (params, *state.values()):
-        for key, buffer in tree.layout.buffers.items():
-            for rank in range(3 if key in tree and tree[key].ndim > 1 else 0):
-                row = tree[key][rank].clone()
-                for part in buffer.slices(rank):
-                    row[part.offset : part.offset + part.numel] = 0
-                assert not row.any()
+    gaps = [padding_of(tree) for tree in (params, state["rows"], *state.values())]
+    assert all(gaps[:2])
+    assert not any(gap.any() for each in gaps for gap in each)
 
 
 def test_parameters_that_are_frozen_integers_or_whole_on_every_rank() -> None:

@@ -143,3 +143,10 @@ def copied(tree: Any) -> Any:
 
 def structure(tree: Any) -> Any:
     return optree.tree_structure(tree, none_is_leaf=True)
+
+
+def padding_of(tree: fs.Sharded) -> list[Tensor]:
+    """The gaps between the parameters of a tree on one simulated axis."""
+    shards = [(x, tree.layout.buffers[key]) for key, x in tree.items() if x.ndim > 1]
+    gaps = (gap for x, buffer in shards for gap in x.flatten().split(buffer.split_sizes)[::2])
+    return [gap for gap in gaps if len(gap)]
