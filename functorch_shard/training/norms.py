@@ -227,18 +227,26 @@ OwnTotal = tuple[Over, Tensor]  # the total of this rank's part of them
 
 
 def _own_totals(
-    kind: Norm, shards: Iterable[tuple[Buffer, Tensor]], layout: Layout, by_name: bool = False
+    kind: Norm, shards: Iterable[tuple[Buffer, Tensor]], layout: Layout, by_name: bool, in_blocks: bool
 ) -> Iterator[OwnTotal]:
-    """Yield the totals of shards on this rank, by name, or one for all slots that are sharded over the same axes."""
+    """Yield the totals of shards on this rank, by name, or one for all slots that are sharded over the same axes.
+
+    Or those of their blocks, in order, by name or by buffer.
+    """
     for buffer, x in shards:
-        axes = (shard_axis(layout),) if buffer.num_shards > 1 else ()
-        if not by_name and not any(slot.dtensor for slot in buffer.slots):
-            yield ("", axes), kind.total(x)
-            continue
-        for slot, total in zip(buffer.slots, _by_slot(kind, x, buffer, shard_index(buffer, layout)), strict=True):
-            form = slot.dtensor
-            cut = [layout.tensor_meshes[form.axes][name] for name in form.cut_over] if form else []
-            yield (slot.name if by_name else "", (*axes, *cut)), total
+        axes, rank = (shard_axis(layout),) if buffer.num_shards > 1 else (), shard_index(buffer, layout)
+        parts = [(buffer, x, rank)]
+        if in_blocks:
+            number, cut = layout.virtual_ranks // buffer.num_shards, replace(buffer, num_shards=layout.virtual_ranks)
+            parts = [(cut, block, i) for i, block in enumerate(x.tensor_split(number), int(rank) * number)]
+        for whole, part, i in parts:
+            if not by_name and not any(slot.dtensor for slot in buffer.slots):
+                yield (buffer.key if in_blocks else "", axes), kind.total(part)
+                continue
+            for slot, total in zip(buffer.slots, _by_slot(kind, part, whole, i), strict=True):
+                form = slot.dtensor
+                cut_over = [layout.tensor_meshes[form.axes][name] for name in form.cut_over] if form else []
+                yield (slot.name if by_name else "", (*axes, *cut_over)), total
 
 
 def _by_slot(kind: Norm, x: Tensor, buffer: Buffer, rank: Tensor | int) -> Iterable[Tensor]:
@@ -247,20 +255,6 @@ def _by_slot(kind: Norm, x: Tensor, buffer: Buffer, rank: Tensor | int) -> Itera
         return kind.by_segment(x, ids, len(buffer.slots) + 1)[:-1].unbind()
     parts = {part.name: x[part.offset : part.offset + part.numel] for part in buffer.slices(rank)}
     return [kind.total(parts.get(slot.name, x[:0])) for slot in buffer.slots]
-
-
-def _block_totals(
-    kind: Norm, shards: Iterable[tuple[Buffer, Tensor]], layout: Layout, by_name: bool = False
-) -> Iterator[OwnTotal]:
-    """Yield the totals of the blocks of shards on this rank, in order, by name or by buffer."""
-    for buffer, x in shards:
-        number = layout.virtual_ranks // buffer.num_shards
-        axes = (shard_axis(layout),) if buffer.num_shards > 1 else ()
-        cut = replace(buffer, num_shards=layout.virtual_ranks)
-        names = [slot.name for slot in buffer.slots] if by_name else [buffer.key]
-        for i, block in enumerate(x.tensor_split(number), int(shard_index(buffer, layout)) * number):
-            totals = _by_slot(kind, block, cut, i) if by_name else [kind.total(block)]
-            yield from zip([(name, axes) for name in names], totals, strict=True)
 
 
 def sums_of(
@@ -272,8 +266,7 @@ def sums_of(
     block is reduced to a number where it is; all ranks get these numbers, and each adds up the same vector of V.
     """
     in_blocks = layout.virtual_ranks > 0 and not layout.mesh.is_simulated
-    own = _block_totals if in_blocks else _own_totals
-    return _sums(kind, own(kind, shards, layout, by_name), layout, in_blocks)
+    return _sums(kind, _own_totals(kind, shards, layout, by_name, in_blocks), layout, in_blocks)
 
 
 def _sums(kind: Norm, own: Iterable[OwnTotal], layout: Layout, in_blocks: bool = False) -> dict[Over, Tensor]:
