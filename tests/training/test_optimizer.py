@@ -18,6 +18,8 @@ from tests.support.live_bytes import LiveBytes
 from tests.support.steps import (
     CASES,
     assert_equal_stock,
+    by_shards,
+    by_torch,
     copied,
     optimizer,
     padding_of,
@@ -176,16 +178,13 @@ def test_bfloat16_and_empty_buffers_step_as_torch_does() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sgd_in_half_precision_is_that_of_torchs_loop_and_not_of_its_fused_kernel(dtype: torch.dtype) -> None:
-    given = {"w": torch.randn(37, generator=torch.Generator().manual_seed(0)).to(dtype)}
-    layout = fs.plan(given, fs.init_mesh())
-    opt, params = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), fs.shard(given, layout)
-    state, plain = opt.init(params), given["w"].clone().requires_grad_()
-    loop = torch.optim.SGD([plain], lr=0.1, momentum=0.9, foreach=False)
-    for i in range(3):
-        plain.grad = torch.randn(37, generator=torch.Generator().manual_seed(i + 1)).to(dtype)
-        params, state = opt.step(params, grads=fs.shard({"w": plain.grad}, layout), state=state)
-        loop.step()
-    assert torch.equal(fs.gather(params)["w"], plain)
+    def drawn(seed: int) -> dict[str, Tensor]:
+        return {"w": torch.randn(37, generator=torch.Generator().manual_seed(seed)).to(dtype)}
+
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    found = by_shards(fs.optimizer(torch.optim.SGD, **options), fs.init_mesh(), drawn, 3)
+    loop = by_torch(drawn, 3, (torch.optim.SGD, ["w"], {**options, "foreach": False}))
+    assert_trees_close(found, loop, rtol=0, atol=0)
 
 
 MISFITS = [
