@@ -144,7 +144,7 @@ def differentiate_at_once(tensors: Iterable[Tensor]) -> None:
 
     Of the nodes that are ready, autograd runs the one that was made last. A node that was made before the model ran
     would run after the whole model, and every full gradient would stay alive until then. If torch ignored the number,
-    values would be right and memory high; a test of the order would fail.
+    values would be right and memory high; tests/sharding/test_memory_on_ranks.py would fail.
     """
     for x in tensors:
         if x.grad_fn is not None:

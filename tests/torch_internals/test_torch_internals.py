@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vjp, vmap
 
-from functorch_shard.torch_internals.autograd import NO_PASS, backward_pass, differentiate_at_once, in_transform
+from functorch_shard.torch_internals.autograd import NO_PASS, backward_pass, in_transform
 from functorch_shard.torch_internals.satellites import constants, is_differentiated
 
 Seen = list[tuple[int, bool]]
@@ -61,28 +61,6 @@ def test_the_backward_of_a_transform_is_a_pass_and_in_the_transform() -> None:
         ((number, in_backward),) = seen
         assert number != NO_PASS
         assert in_backward
-
-
-def test_backward_goes_through_a_node_at_once_however_early_it_was_made() -> None:
-    order: list[str] = []
-
-    def hooked(x: Tensor, name: str) -> Any:
-        return x.register_hook(lambda _: order.append(name))
-
-    def run(at_once: bool) -> list[str]:
-        order.clear()
-        w, x = torch.ones(2).requires_grad_(), torch.ones(2).requires_grad_()
-        early = w * 1
-        if at_once:
-            differentiate_at_once([early, early, torch.ones(2)])
-        late = x * 2 * 3
-        hooked(x, "model")
-        hooked(w, "early")
-        (early * late).sum().backward()
-        return list(order)
-
-    assert run(at_once=False) == ["model", "early"]
-    assert run(at_once=True) == ["early", "model"]
 
 
 X = torch.arange(1.0, 4.0)
