@@ -1,4 +1,7 @@
-"""A recorded step is the eager step, bitwise, on other values than those it was recorded with."""
+"""A recorded step is the eager step, bitwise, on other values than those it was recorded with.
+
+So is each derivative of tests/laws, where recording is one of the features around each task.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.laws.tasks import ON_RANK, Data, on_mesh
-from tests.laws.wrappers import WRAPPERS
 from tests.support.differentiated import Program, data
-from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
+from tests.support.ranks import Ranks, gloo, on_each, simulated
 
 WIDTH = 33
 Step = Callable[[fs.Sharded, Tensor], Any]
 Made = tuple[fs.Sharded, Step]
 tree_map: Any = optree.tree_map
-
-
-def derivatives(mesh: fs.Mesh, tasks: list[str]) -> list[Any]:
-    """What the laws differentiate, as it is written and replayed."""
-    return [on_mesh(mesh, Data(mesh.size), tasks, WRAPPERS[name]) for name in ("plain", "replayed")]
-
-
-SOME = ["fs.grad", "reverse over reverse", "per-sample gradients, sharded", "gradients of an ensemble"]
-EVERY = [pytest.param([*ON_RANK], ranks, marks=pytest.mark.slow) for ranks in (*simulated(4, HYBRID), *gloo(2))]
-
-
-@pytest.mark.parametrize(("tasks", "ranks"), [(SOME, *simulated(4)), *EVERY], ids=str)
-def test_a_replay_of_every_derivative_is_bitwise_the_eager_one(tasks: list[str], ranks: Ranks) -> None:
-    for eager, replayed in ranks.run(derivatives, tasks):
-        assert_trees_close(replayed, eager, rtol=0, atol=0)
 
 
 class Net(nn.Module):

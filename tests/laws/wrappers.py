@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.communication import Counter
+from functorch_shard.testing import assert_trees_close
 from tests.support.models import loss_of
 
 tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
@@ -48,7 +49,9 @@ def _replayed(step: Callable[..., Any]) -> Callable[..., Any]:
 
     def on_other_values(*args: Any) -> Any:
         compiled(*tree_map(lambda x: x / 2 if x.is_floating_point() else x, args))
-        return compiled(*args)
+        result = compiled(*args)
+        assert_trees_close(result, step(*args), rtol=0, atol=0)
+        return result
 
     return on_other_values
 
