@@ -67,13 +67,14 @@ def loss_of(model: nn.Module) -> Callable[..., Tensor]:
     return loss
 
 
-def step_of(model: nn.Module, opt: Any) -> Callable[..., Any]:
-    """A step with dropout, clipping and a norm; its key is of a seed and ``i``."""
-    loss = loss_of(model)
+def step_of(
+    loss: Callable[..., Tensor], opt: Any, batch: Callable[[fs.virtual.Key, int], Any] = batch_of, seed: int = 7
+) -> Callable[..., Any]:
+    """A step with dropout, clipping and a norm; its key is of ``seed`` and ``i``."""
 
     def step(params: fs.Sharded, state: Any, i: int) -> Any:
-        key = fs.virtual.key(7, i)
-        batches = [batch_of(key, v) for v in fs.virtual.ranks(params.layout)]
+        key = fs.virtual.key(seed, i)
+        batches = [batch(key, v) for v in fs.virtual.ranks(params.layout)]
         grads, value = fs.virtual.grad_and_value(loss)(params, batches, key=key)
         grads, norm = fs.clip_by_global_norm(grads, 0.5)
         params, state = opt.step(params, grads=grads, state=state)
@@ -88,7 +89,7 @@ def train(
     """The digest of parameters, losses and norms."""
     model, params = planned(mesh, virtual_ranks, **dict(options))
     opt = OPTIMIZERS[optimizer]()
-    state, step, rows = opt.init(params), mesh.spmd(step_of(model, opt), in_dims=(0, 0, None)), list[Tensor]()
+    state, step, rows = opt.init(params), mesh.spmd(step_of(loss_of(model), opt), in_dims=(0, 0, None)), list[Tensor]()
     for i in range(steps):
         params, state, row = step(params, state, i)
         rows.append(row.reshape(-1, row.shape[-1])[0])

@@ -31,7 +31,7 @@ from torch import Tensor
 import functorch_shard as fs
 from tests.referees.programs import diffusers, timm, transformers
 from tests.support.ranks import Ranks, gloo, sequential
-from tests.virtual.programs import OPTIMIZERS, VOCABULARY, Gpt, label
+from tests.virtual.programs import OPTIMIZERS, VOCABULARY, Gpt, label, step_of
 
 VIRTUAL_RANKS = 24
 KINDS = [*gloo(1, 2, 3, 4, 6, 8, {"replicate": 2, "shard": 3}, {"replicate": 4, "shard": 2}), *sequential(2, 3)]
@@ -104,20 +104,16 @@ def trained(mesh: fs.Mesh, name: str, steps: int, folder: str = "", end: int = 0
     def loss(params: fs.Sharded, x: Any) -> Tensor:
         return task.loss(fs.bind(model, fs.gather(params)), x)
 
-    def step(params: fs.Sharded, state: Any, i: int) -> Any:
-        key = fs.virtual.key(0, i)
-        batches = [task.batch(key.fold_in(1000 + v).generator()) for v in fs.virtual.ranks(params.layout)]
-        grads, value = fs.virtual.grad_and_value(loss)(params, batches, key=key)
-        grads, norm = fs.clip_by_global_norm(grads, 0.5)
-        return *opt.step(params, grads=grads, state=state), torch.stack([value, norm])
+    def batch(key: fs.virtual.Key, v: int) -> Any:
+        return task.batch(key.fold_in(1000 + v).generator())
 
-    on_ranks = mesh.spmd(step, in_dims=(0, 0, None))
+    on_ranks = mesh.spmd(step_of(loss, opt, batch, seed=0), in_dims=(0, 0, None))
     for i in range(tree["done"], end or steps):
         if victim == mesh.rank and i == end - 1:
             moment = random.Random(i).uniform(0, 0.3)  # in the step, in the save behind it, or just after
             threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
         params, state, last = on_ranks(tree["params"], tree["state"], i)
-        tree = {"params": params, "state": state, "done": i + 1, "last": last.reshape(-1, 2)[0]}
+        tree = {"params": params, "state": state, "done": i + 1, "last": last.reshape(-1, 3)[0, :2]}
         if folder and (i + 1 == end or i % 3 == 2):
             fs.checkpoint.save(f"{folder}/{i + 1:05d}", tree, keep=2)
     time.sleep(60 if victim == mesh.rank else 0)

@@ -79,7 +79,7 @@ def resized(mesh: fs.Mesh, folder: str, steps: int) -> str:
     tree: Any = {"params": params, "state": opt.init(params), "done": 0}
     if path := fs.checkpoint.latest(folder):
         tree = fs.checkpoint.load(path, tree)
-    step = mesh.spmd(step_of(model, opt), in_dims=(0, 0, None))
+    step = mesh.spmd(step_of(loss_of(model), opt), in_dims=(0, 0, None))
     params, state, done = tree["params"], tree["state"], tree["done"] + 2
     for i in (done - 2, done - 1):
         params, state, _ = step(params, state, i)
@@ -89,7 +89,7 @@ def resized(mesh: fs.Mesh, folder: str, steps: int) -> str:
     _, like = planned(fs.simulated_mesh({"replicate": 2, "shard": 3}, kind="sequential"))
     other = like.layout
     params, state = fs.reshard((params, state), other)
-    params, _, _ = other.mesh.spmd(step_of(model, opt), in_dims=(0, 0, None))(params, state, done)
+    params, _, _ = other.mesh.spmd(step_of(loss_of(model), opt), in_dims=(0, 0, None))(params, state, done)
     return fs.checkpoint.digest({"params": params})
 
 
@@ -99,7 +99,7 @@ def test_ranks_change_by_checkpoint_and_by_reshard(tmp_path: Path) -> None:
     model, params = planned(fs.init_mesh())
     state = OPTIMIZERS["AdamW"]().init(params)
     for i in range(5):
-        params, state, _ = step_of(model, OPTIMIZERS["AdamW"]())(params, state, i)
+        params, state, _ = step_of(loss_of(model), OPTIMIZERS["AdamW"]())(params, state, i)
     assert fs.checkpoint.digest({"params": params}) == found
 
 
