@@ -99,9 +99,13 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = flatten(args, kwargs)
-        if _is_inside(call):
+        requires_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call.leaves)
+        if requires_grad or in_transform() or being_traced():
             return self._step(*args, **kwargs)
-        recording, run = self._found(call) or self._record(call)
+        key = signature_of(call, self._modules)
+        if found := self._recorded.pop(key, None) if self._recorded else None:
+            self._recorded[key] = found
+        recording, run = found or self._record(call)
         inputs = call.inputs
         recording.show_simulated()
         with torch.no_grad():
@@ -129,16 +133,6 @@ class Compiled:
     def __str__(self) -> str:
         return "\n\n".join([repr(self), *map(str, self.schedules)])
 
-    def _found(self, call: Call) -> tuple[Recording, Run] | None:
-        try:
-            key = signature_of(call, self._modules)
-            if found := self._recorded.pop(key, None):
-                self._recorded[key] = found
-            return found
-        except TypeError:  # an argument has no hash
-            _check(call)
-            raise
-
     def _trace(self, call: Call) -> Recording:
         with untraced():  # modes see what runs
             return record(self._step, call, for_compiler=self._backend != "replay")
@@ -149,22 +143,15 @@ class Compiled:
             warnings.warn(_TOO_MANY, stacklevel=3)
         self._modules = modules_outside(self._step)
         key = signature_of(call, self._modules)
-        recording = self._agreed(call)
+        trace = lambda: self._trace(call)  # noqa: E731
+        # without a mesh, collectives that do not belong together are found where they meet, over gloo
+        recording = call.meshes[0].agree("compile", trace, _lines, _SAME) if call.meshes else trace()
         with untraced():
             run = runner(recording.graph, as_inputs(call.inputs), self._backend, self._options)
         self._recorded[key] = recording, run
         if len(self._recorded) > _MOST:
             del self._recorded[next(iter(self._recorded))]
         return recording, run
-
-    def _agreed(self, call: Call) -> Recording:
-        """Record, and compare the collectives with those of the other ranks of the first mesh among the arguments.
-
-        Without a mesh, collectives that do not belong together are found where they meet, over gloo.
-        """
-        if not call.meshes:
-            return self._trace(call)
-        return call.meshes[0].agree("compile", lambda: self._trace(call), _lines, _SAME)
 
 
 def _lines(recording: Recording) -> list[str]:
@@ -189,13 +176,6 @@ _SAME = (
     "Every rank must call a compiled step with the same structure and shapes, and issue the same collectives in the "
     "same order: no branch of the step may depend on the rank or on its data."
 )
-
-
-def _is_inside(call: Call) -> bool:
-    """Return whether another transform differentiates, batches or traces this call."""
-    if in_transform() or being_traced():
-        return True
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call.leaves)
 
 
 def runner(graph: GraphModule, inputs: Sequence[Tensor], backend: str | Backend, options: Mapping[str, Any]) -> Run:

@@ -13,7 +13,7 @@ from ..errors import shown
 from ..layout.buffers import Buffer, Slot, dtype_name
 from ..layout.layout import Layout, shards_of_ranks
 
-_ROWS, _BUFFERS = 24, 40  # parameters of a buffer, and kinds of buffers, that have rows of their own
+_ROWS = 24  # parameters of a buffer that have rows of their own
 _GAP = 2
 
 
@@ -69,13 +69,11 @@ def table(layout: Layout, width: int) -> str:
     kinds = alike(layout)
     page, lines = _page(kinds, layout.num_shards, width), [repr(layout)]
     lines += ["", page.row("rank", "", str)]
-    for kind in kinds[:_BUFFERS]:
+    for kind in kinds:
         lines += ["", kind.title, *(page.row(*row) for row in _rows(kind, page))]
     left = []
     if None in page.columns:
         left.append(f"left out: ranks {page.columns.index(None)} to {layout.num_shards - 2}, between the columns")
-    if len(kinds) > _BUFFERS:
-        left.append(f"left out: {len(kinds) - _BUFFERS} more kinds of buffers")
     return "\n".join([*lines, "", *notes(layout), *left]).rstrip()
 
 

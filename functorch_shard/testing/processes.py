@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -110,9 +109,7 @@ def _main(stack: Connection, main: Callable[..., None], *args: Any) -> None:
 
 
 def new_processes() -> Any:
-    """New processes from a server that has torch loaded, where there is one: a start takes a tenth of a second."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
+    """New processes from a server that has torch loaded: a start takes a tenth of a second."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
@@ -193,7 +190,6 @@ def answer(join: Callable[[], None], work: bytes) -> bytes:
 def make_group(store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
     """Make the default process group of this rank."""
     torch.set_num_threads(1)
-    if sys.platform == "linux":  # gloo asks for the host's name otherwise, which may not resolve
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo asks for the host's name otherwise, which may not resolve
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))

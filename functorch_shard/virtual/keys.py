@@ -29,8 +29,7 @@ class Key:
     def seeded(self, device: torch.device | str = "cpu") -> Iterator[None]:
         """Let torch's global generators of the CPU and of ``device`` begin at this key, as for dropout; then go on."""
         where = torch.device(device)
-        devices = [] if where.type == "cpu" else [where]
-        with torch.random.fork_rng(devices, device_type="cuda" if where.type == "cpu" else where.type):
+        with torch.random.fork_rng([] if where.type == "cpu" else [where], device_type=where.type):
             torch.manual_seed(self.bits)
             yield
 

@@ -232,7 +232,9 @@ class _Sums:
         for of_replica, each in zip(nodes, received, strict=True):
             for node, x in zip(of_replica, each, strict=False):
                 add_in_tree(sums, node._replace(sum=x))
-        sums[:] = [node._replace(sum=_in_own_memory(node.sum)) for node in sums]
+        for i, node in enumerate(sums):
+            if node.sum.untyped_storage().nbytes() > node.sum.nbytes:
+                sums[i] = node._replace(sum=node.sum.clone())  # without the memory of others
 
     def end_microbatch(self, grads: Sharded) -> None:
         """Take what was not reduced: all gradients of one rank, and those of units that no rank has gathered."""
@@ -260,10 +262,6 @@ class _Sums:
         for axis in (self.places.replicas, self.places.shards if self.keys[key].num_shards == 1 else None):
             x = axis.of(key).issue("all_gather", x).wait() if axis else x
         return x
-
-
-def _in_own_memory(x: Tensor) -> Tensor:
-    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 def _joined(sums: Sequence[Subtree]) -> Tensor:
