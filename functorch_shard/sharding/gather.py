@@ -176,7 +176,9 @@ def _of_rank(
     shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None, lazy: bool
 ) -> dict[str, Tensor]:
     """The parameters of these buffers by name, on real or sequential ranks; one session for all of them."""
-    session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}, lazy), dict[str, Tensor]()
+    may_be_offloaded = layout.mesh.device.type != "cpu"
+    offloaded = {key: memory_kind_of(x) for key, x in shards.items() if x.is_cpu and may_be_offloaded}
+    session, tensors = Session(layout, offloaded, lazy), dict[str, Tensor]()
     if lazy and any(layout.buffers[key].num_shards > 1 for key in shards):
         session.rank = shard_axis(layout).backend.ready()
     anchors = sink_here().anchors
@@ -204,8 +206,7 @@ def _joined(
     transformed = in_transform() or has_tangents([*shards.values()])
     if not requires_grad or transformed or not torch.is_grad_enabled():
         return {}
-    device = working_device(shards[requires_grad[0]], layout.mesh.device)
-    anchor, *joined = _Join.apply(session, requires_grad, device, *[shards[key] for key in requires_grad])
+    anchor, *joined = _Join.apply(session, requires_grad, *[shards[key] for key in requires_grad])
     if anchors is not None:
         anchors.append(anchor)
     return dict(zip(requires_grad, joined, strict=True))
@@ -233,20 +234,21 @@ class _Gather(Function):
         with without_torch_function():
             session, part, now = ctx.session, ctx.part, backward_pass()
             averages, handed = ctx.sink.start(ctx, grads)
-            transformed, kinds = in_transform() or has_tangents(handed), session.memory_kinds
+            transformed = in_transform() or has_tangents(handed)
             session.leave(part, now, tangents=transformed)
             wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
             shards: list[Tensor | None] = [None] * len(part.buffers)
             if ctx.is_joined and not transformed and not torch.is_grad_enabled():
                 session.reductions.start(part, handed, wanted, now, ctx.sink, averages)
                 for i in wanted:  # until _Join replaces it, before anything reads it
-                    blank = torch.zeros((), dtype=part.buffers[i].dtype, device=kinds[part.keys[i]].device)
+                    device = "cpu" if part.keys[i] in session.offloaded else handed[0].device
+                    blank = torch.zeros((), dtype=part.buffers[i].dtype, device=device)
                     shards[i] = blank.expand(part.buffers[i].shard_numel)
             else:
                 by_name = dict(zip(part.names, handed, strict=True))
                 for i in wanted:
                     total = scattered(by_name, part.buffers[i], part.layout, averages)
-                    shards[i] = total.to(kinds[part.keys[i]].device)
+                    shards[i] = total.cpu() if part.keys[i] in session.offloaded else total
         return None, None, None, *shards
 
     @staticmethod
@@ -275,8 +277,8 @@ class _Join(Function):
     """
 
     @staticmethod
-    def forward(session: Session, keys: Sequence[str], device: torch.device, *shards: Tensor) -> tuple[Tensor, ...]:
-        return torch.empty(0, device=device), *[x.view_as(x) for x in shards]
+    def forward(session: Session, keys: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
+        return torch.empty(0, device=session.layout.mesh.device), *[x.view_as(x) for x in shards]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -287,9 +289,9 @@ class _Join(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
         if in_transform() or torch.is_grad_enabled() or has_tangents([grad for grad in grads if grad is not None]):
-            return None, None, None, *grads  # no reduction was started
+            return None, None, *grads  # no reduction was started
         with without_torch_function():
             totals = ctx.session.reductions.finish(ctx.keys, backward_pass(), ctx.sink)
             handed_on = ctx.sink.finish(ctx, totals)
         pairs = zip(totals, handed_on, grads, strict=True)
-        return None, None, None, *[grad if total is None else x for total, x, grad in pairs]
+        return None, None, *[grad if total is None else x for total, x, grad in pairs]

@@ -25,7 +25,6 @@ from torch import Tensor
 from ..collectives.rules import axis_of
 from ..communication.backend import Work
 from ..layout.layout import Layout
-from ..storage.memory_kind import MemoryKind
 from ..torch_internals.autograd import hooks_of, nodes, nodes_behind
 from .reduction import Put
 
@@ -114,8 +113,7 @@ def overlap_means(
         session = node.session
         found = {key: alone.get(_leaf(behind)) for key, behind in zip(node.keys, nodes_behind(node), strict=True)}
         own = {key: i for key, i in found.items() if i is not None and places[i] == (key, session.layout)}
-        device = session.layout.mesh.device
-        resident = {key: i for key, i in own.items() if session.memory_kinds[key] == MemoryKind(device)}
+        resident = {key: i for key, i in own.items() if key not in session.offloaded}
         session.reductions.put = partial(_put, means, resident, session.reductions.put)
 
 

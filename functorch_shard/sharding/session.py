@@ -77,8 +77,8 @@ class RecordedEvent:
 
 def _put(kinds: Mapping[str, MemoryKind], streams: Streams | None, key: str, total: Tensor) -> Tensor | Work:
     """Put a reduced gradient where its shard is; the host waits for a copy to pinned memory when it is waited for."""
-    kind = kinds[key]
-    if kind == MemoryKind(total.device):
+    kind = kinds.get(key)
+    if kind is None:
         return total
     if not kind.pinned or streams is None or total.is_cpu:
         return kind.put(total)
@@ -192,14 +192,14 @@ class Session:
     The first ``UnitBuffers`` of a part are gathered ahead with its unit. Nothing in a session refers back to it.
 
     Args:
-        memory_kinds: where each buffer's shard is stored, and where its gradient is put.
+        offloaded: the memory kind of each shard on the CPU that another device computes with, and of its gradient.
     """
 
-    def __init__(self, layout: Layout, memory_kinds: Mapping[str, MemoryKind], lazy: bool = True) -> None:
-        self.layout, self.memory_kinds, self.lazy = layout, memory_kinds, lazy
+    def __init__(self, layout: Layout, offloaded: Mapping[str, MemoryKind], lazy: bool = True) -> None:
+        self.layout, self.offloaded, self.lazy = layout, offloaded, lazy
         self._streams = streams_of(layout.mesh.device)
         self.rank: object = None  # of ranks that are threads, the one that gathered
-        self.reductions = Reductions(partial(_put, memory_kinds, self._streams))
+        self.reductions = Reductions(partial(_put, offloaded, self._streams))
         self._order = use_order(layout)
         self._buffers: dict[int, dict[Part, UnitBuffers]] = {}
         self._resident: dict[int, list[UnitBuffers]] = {}  # from the least to the most recently used unit
