@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from . import testing as testing
     from . import virtual as virtual
     from .curvature.jacobian import hessian, jacfwd, jacrev
-    from .graph.compile import Compiled as Compiled
-    from .graph.compile import compile  # noqa: A004  (as torch.compile)
-    from .initialization.initialize import init
-    from .pictures.visualize import visualize
-    from .recompute.remat import remat
+    from .graph import Compiled as Compiled
+    from .graph import compile  # noqa: A004  (as torch.compile)
+    from .initialization import init
+    from .pictures import visualize
+    from .recompute import remat
     from .sharding.reshard import reshard
     from .storage.offloading import offload
     from .training.estimate import Estimate as Estimate
@@ -94,20 +94,20 @@ _ON_FIRST_USE = {
     "codecs": ".codecs",
     "curvature": ".curvature",
     "debug": ".debug",
-    "init": ".initialization.initialize",
+    "init": ".initialization",
     "reshard": ".sharding.reshard",
     "offload": ".storage.offloading",
     "testing": ".testing",
     "virtual": ".virtual",
-    "Compiled": ".graph.compile",
-    "compile": ".graph.compile",
+    "Compiled": ".graph",
+    "compile": ".graph",
     "Estimate": ".training.estimate",
     "estimate": ".training.estimate",
     "hessian": ".curvature.jacobian",
     "jacfwd": ".curvature.jacobian",
     "jacrev": ".curvature.jacobian",
-    "remat": ".recompute.remat",
-    "visualize": ".pictures.visualize",
+    "remat": ".recompute",
+    "visualize": ".pictures",
 }
 
 
