@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, cast
@@ -26,16 +27,10 @@ from ..torch_internals.autograd import (
     needs_graph,
     outside_inference_mode,
     own_parametrizations,
+    was_compiled,
     without_batches,
 )
-from .usage import (
-    Leaves,
-    is_unused,
-    leaves_used_by,
-    own_parameters_refused,
-    refuse_hidden,
-    refuse_unused,
-)
+from .usage import Leaves, OwnRefused, is_unused, leaves_used_by, refuse_hidden, refuse_unused
 
 Argnums = int | Sequence[int]
 Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout
@@ -302,7 +297,8 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Deri
         seeds = [torch.ones_like(x) for x in outputs]
         grads: Sequence[Tensor | None] = [None] * len(tensors)
         if tensors and outputs:
-            with own_parameters_refused(value, used):
+            # under a mode torch.compile compiles another graph, and saves other tensors
+            with nullcontext() if was_compiled(value) else OwnRefused(frozenset(used)):
                 grads = gradients_or_none(outputs, seeds, tensors)
         totals = [boundary.total(i, x, grad) for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))]
     if aux is not None:

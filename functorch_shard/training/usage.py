@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -15,7 +15,7 @@ from ..errors import reject
 from ..layout.layout import Layout, select_buffers
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
-from ..torch_internals.autograd import hooks_of, nodes, nodes_behind, was_compiled, without_batches
+from ..torch_internals.autograd import hooks_of, nodes, nodes_behind, without_batches
 
 Leaves = dict[int, Tensor]  # of the graph of a value, by id
 
@@ -94,25 +94,18 @@ _LATE = (
 )
 
 
-def own_parameters_refused(value: Tensor, used: Leaves) -> AbstractContextManager[object]:
-    """Return a context for the backward of ``value`` that refuses a module's own parameters that forward did not use.
+@dataclass(eq=False)
+class OwnRefused(TorchFunctionMode):
+    """A mode for a backward pass that refuses a module's own parameters that forward did not use."""
 
-    Not where forward was compiled: under a mode ``torch.compile`` compiles another graph, and saves other tensors.
-    """
-    return nullcontext() if was_compiled(value) else _OwnRefused(frozenset(used))
-
-
-class _OwnRefused(TorchFunctionMode):
-    def __init__(self, used: frozenset[int]) -> None:
-        super().__init__()
-        self._used = used  # no tensors: asynchronous collectives keep the modes they were started under
+    used: frozenset[int]  # ids, and no tensors: asynchronous collectives keep the modes they were started under
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if torch.is_grad_enabled() and any(map(_requires_grad, optree.tree_leaves(result))):
             given: Any = args, kwargs
             for x in optree.tree_leaves(given):
-                if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self._used:
+                if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.used:
                     what = f"a module's own parameter of shape {tuple(x.shape)}, {x.dtype}, which forward did not use"
                     raise RuntimeError(f"grad: backward differentiates {what}. {_LATE}")
         return result
