@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context
 from functools import wraps
+from importlib import import_module
+from pkgutil import walk_packages
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +20,10 @@ from tests.laws.nestings import COLUMNS, Column, Row, on_mesh, verdict
 
 
 def functions() -> list[type[autograd.Function]]:
-    """The autograd Functions of the library."""
+    """The autograd Functions of the library, those of features included."""
+    for module in walk_packages(fs.__path__, f"{fs.__name__}."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
     found, waiting = [], [autograd.Function]
     while waiting:
         for cls in waiting.pop().__subclasses__():
