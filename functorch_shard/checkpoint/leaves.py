@@ -183,7 +183,7 @@ def chunks_of(leaf: Leaf, participants: Mesh) -> Iterator[Chunk]:
 
 def _of_buffer(leaf: Leaf, buffer: Buffer, layout: Layout, x: Tensor, participants: Mesh) -> Iterator[Chunk]:
     paths = {slot.name: paths for slot, paths in zip(buffer.slots, leaf.paths, strict=True)}
-    meshes, shard_of = layout.tensor_meshes, shards_of_ranks(layout)
+    meshes, shard_of = layout.tensor_meshes, shards_of_ranks(layout).flatten().tolist()
     coordinate = {axis: i for axes in meshes for axis, i in zip(dict(axes), meshes[axes].coordinate, strict=True)}
     for rank, row in rows_here(x, layout.mesh).items():
         writer = rank if participants.is_simulated else participants.rank

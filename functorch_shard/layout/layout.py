@@ -1,4 +1,4 @@
-"""Which rank holds which element of which parameter: integers only, no tensors and no process groups.
+"""Which rank holds which element of which parameter: integers, without values and process groups.
 
 Note [Layout]: a *unit* is what is gathered together. Inside a unit, parameters of one dtype, one label and one
 trainability are stored row-major, one after the other, in one flat *buffer*; each has its *slot* there. A buffer is
@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -273,35 +272,22 @@ def places_of(layout: Layout) -> Iterator[str]:
         yield f"buffer {buffer.key!r}: {buffer.num_shards} shards of {buffer.shard_numel} elements"
 
 
-def axis_sizes(layout: Layout) -> tuple[int, ...]:
-    """The number of ranks of each axis, in the mesh's order: the leading dims of a stacked tree."""
-    return tuple(size for _, size in layout.axes)
-
-
 def rank_dims(layout: Layout) -> tuple[int, ...]:
     """The leading dims that each leaf has here: one per axis outside ``spmd`` on simulated ranks, otherwise none."""
-    return () if layout.mesh.in_spmd else axis_sizes(layout)
+    return () if layout.mesh.in_spmd else tuple(dict(layout.axes).values())
 
 
-def shard_at(coordinate: Mapping[str, Any], layout: Layout) -> Any:
-    """The position on the shard axis of a rank, from that on each axis of the mesh: a number, or a tensor of them."""
-    shard: Any = 0
-    for name in layout.shard_axes:
-        shard = shard * layout.axis_size(name) + coordinate.get(name, 0)
-    return shard
-
-
-def shards_of_ranks(layout: Layout) -> list[int]:
-    """The position on the shard axis of every rank; ranks count in row-major order of the axes."""
-    coordinates = product(*map(range, axis_sizes(layout)))
-    return [shard_at(dict(zip(dict(layout.axes), each, strict=True)), layout) for each in coordinates]
+def shards_of_ranks(layout: Layout) -> Tensor:
+    """The position on the shard axis of every rank, in rank dims."""
+    sizes = [size if name in layout.shard_axes else 1 for name, size in layout.axes]
+    return torch.arange(layout.num_shards, device="cpu").view(sizes).expand(*dict(layout.axes).values())
 
 
 def holders_of(buffer: Buffer, layout: Layout) -> list[list[int]]:
     """The ranks that hold each shard of ``buffer``, in row-major order of the axes: one, or as many as have copies."""
     if (holders_of, buffer.num_shards) not in layout.derived:
         ranks: list[list[int]] = [[] for _ in range(buffer.num_shards)]
-        for rank, shard in enumerate(shards_of_ranks(layout)):
+        for rank, shard in enumerate(shards_of_ranks(layout).flatten().tolist()):
             ranks[shard if buffer.num_shards > 1 else 0].append(rank)
         layout.derived[holders_of, buffer.num_shards] = ranks
     return layout.derived[holders_of, buffer.num_shards]

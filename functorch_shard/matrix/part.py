@@ -17,7 +17,7 @@ from ..communication.backend import Axis
 from ..communication.simulated import axes_over
 from ..errors import reject
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout, axis_sizes, rank_dims, shard_at, shard_axis
+from ..layout.layout import Layout, rank_dims, shard_axis, shards_of_ranks
 from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import being_traced
@@ -128,7 +128,4 @@ class WholePart:
         """The position on the shard axis of this rank, or outside of ``spmd`` those of all ranks."""
         if self.num_shards == 1:
             return 0
-        if layout.mesh.in_spmd:
-            return shard_axis(layout).backend.index()
-        places = torch.meshgrid(*map(torch.arange, axis_sizes(layout)), indexing="ij")
-        return shard_at(dict(zip(dict(layout.axes), places, strict=True)), layout)
+        return shard_axis(layout).backend.index() if layout.mesh.in_spmd else shards_of_ranks(layout)

@@ -57,7 +57,7 @@ def notes(layout: Layout) -> list[str]:
     tied = [f"tied: {', '.join(few)}"] if ties else []
     if number == 1:
         return tied
-    on, shards = shards_of_ranks(layout), range(min(layout.num_shards, 3))
+    on, shards = shards_of_ranks(layout).flatten().tolist(), range(min(layout.num_shards, 3))
     ranks = [[str(rank) for rank, shard in enumerate(on) if shard == s] for s in shards]
     some = [f"{{{', '.join(r if len(r) <= 4 else [*r[:2], '...', r[-1]])}}}" for r in ranks]
     more = ", ..." if layout.num_shards > 3 else ""

@@ -6,7 +6,7 @@ shards of all simulated ranks are stacked, and become whole buffers again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..collectives.primitives import all_gather
 from ..collectives.sinks import prepare, without_derivative
 from ..layout.buffers import Buffer, Slot, of_rank, pack
-from ..layout.layout import Layout, holders_of, merged, select_buffers, shard_index
+from ..layout.layout import Layout, merged, select_buffers, shard_index
 from ..layout.planning import named_tensors
 from ..layout.trees import Sharded, check_layout, check_sharded
 from ..layout.validation import check_whole, local_part
@@ -222,10 +222,9 @@ def shard_of_rows(rows: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     mesh = layout.mesh
     if mesh.in_spmd:
         return _own_row(rows.flatten(), buffer, layout) if mesh.is_simulated else rows[0]
-    shard_of = dict(sorted((rank, i) for i, ranks in enumerate(holders_of(buffer, layout)) for rank in ranks))
-    of_ranks = [*shard_of.values()]
-    each = rows if of_ranks == [*range(len(rows))] else rows[of_ranks]  # without a copy of what is there
-    return each.view(*mesh.axes.values(), -1)
+    copies, sizes = copy_dims(buffer, layout), [*mesh.axes.values()]
+    shards = [1 if dim in copies else size for dim, size in enumerate(sizes)]
+    return rows.view(*shards, -1).expand(*sizes, -1).contiguous()
 
 
 def _numbers(buffer: Buffer, layout: Layout) -> Sequence[int]:
@@ -267,11 +266,12 @@ def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
 
 def whole_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
-    return _FirstCopies.apply(x.reshape(layout.mesh.size, -1), buffer, layout).flatten()
+    copies = frozenset(dim for dim in copy_dims(buffer, layout) if x.shape[dim] > 1)
+    return (_FirstCopies.apply(x, copies) if copies else x).flatten()
 
 
 class _FirstCopies(Function):
-    """A row for each shard, of equal copies the first. Every copy gets the whole gradient, as if each rank returned it.
+    """Of equal copies along rank dims the first. Every copy gets the whole gradient, as if each rank returned it.
 
     Where ``fs.grad`` sums over the copies, Note [Boundary], the first one alone gets it.
     """
@@ -279,25 +279,23 @@ class _FirstCopies(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-        return x[[ranks[0] for ranks in holders_of(buffer, layout)]]
+    def forward(x: Tensor, dims: Set[int]) -> Tensor:
+        return x[tuple([slice(1 if dim in dims else None) for dim in range(x.ndim)])]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, *ctx.of = inputs
-        has_copies = len(x) > len(output)
-        prepare(ctx, has_copies, mean_is_transpose=not has_copies)
+        x, ctx.dims = inputs
+        ctx.sizes = x.shape
+        prepare(ctx, True, mean_is_transpose=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        averages = False
-        if ctx.averages:
-            averages, (grad,) = ctx.sink.start(ctx, [grad])
-        zeros = torch.zeros_like(grad)
-        places = sorted((rank, ranks[0], i) for i, ranks in enumerate(holders_of(*ctx.of)) for rank in ranks)
-        rows = [(grad if averages or rank == first else zeros)[i] for rank, first, i in places]
-        return torch.stack(rows), None, None
+        averages, (grad,) = ctx.sink.start(ctx, [grad])
+        for dim in ctx.dims:
+            others = grad if averages else torch.zeros_like(grad)
+            grad = torch.cat([grad, others.repeat_interleave(ctx.sizes[dim] - 1, dim)], dim)
+        return grad, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _FirstCopies.apply(tangent, *ctx.of)
+        return _FirstCopies.apply(tangent, ctx.dims)
