@@ -68,10 +68,14 @@ def train(
     offload: str | None = None,
     backend: Any = None,
     remat: bool = False,
+    lr: float | None = None,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     **options: Any,
 ) -> Any:
-    """Three clipped steps of AdamW: the parameters, and the losses and norms. ``around``: entered for the last two."""
+    """Three clipped steps of AdamW: the parameters, and the losses and norms.
+
+    ``lr``: twice the first learning rate, which is an argument of the step. ``around``: entered for the last two steps.
+    """
     precision = fs.MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
     model, params, x = stack(mesh, precision=precision, **options)
     x = x if dtype is None else x.to(dtype)
@@ -80,11 +84,12 @@ def train(
     loss = partial(loss_of, model)
     loss = fs.remat(loss) if remat else loss
 
-    def step(params: fs.Sharded, state: Any, scale: Any, x: Tensor) -> Any:
+    def step(params: fs.Sharded, state: Any, scale: Any, x: Tensor, lr: float | None) -> Any:
         grads, value = fs.grad_and_value(lambda p: scaling.scale(loss(p, x), scale))(params)
         grads, finite = scaling.unscale(grads, scale)
         grads, norm = fs.clip_by_global_norm(grads, 0.5)
-        new = opt.step(params, grads=grads, state=state, donate=donate)
+        rate: dict[str, Any] = {} if lr is None else {"lr": 0.5 * lr}  # computed: what is fused reads no value
+        new = opt.step(params, grads=grads, state=state, donate=donate, **rate)
         params, state = new if donate else scaling.select(finite, new, (params, state))
         return params, state, scaling.update(scale, finite), value, norm
 
@@ -93,7 +98,7 @@ def train(
     state, scale, losses = opt.init(params), scaling.init(params), []
     for i in range(3):
         with around() if i else nullcontext():
-            params, state, scale, value, norm = run(params, state, scale, x)
+            params, state, scale, value, norm = run(params, state, scale, x, lr and lr / (i + 1))
         losses += [value.clone(), norm]
     return result([dict(params), losses])
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.device.programs import train
 from tests.support.differentiated import Program, data
 from tests.support.ranks import Ranks, gloo, on_each, simulated
 
 WIDTH = 33
 Step = Callable[[fs.Sharded, Tensor], Any]
 Made = tuple[fs.Sharded, Step]
-tree_map: Any = optree.tree_map
 
 
 class Net(nn.Module):
@@ -53,38 +52,18 @@ def rows(mesh: fs.Mesh, seed: int) -> Tensor:
     return mesh.split(torch.randn(4 * mesh.size, WIDTH, generator=torch.Generator().manual_seed(seed)))
 
 
-def of(mesh: fs.Mesh, net: nn.Module, gather: Any = fs.gather, **plan: Any) -> tuple[fs.Sharded, Callable[..., Tensor]]:
+def of(mesh: fs.Mesh, net: nn.Module, gather: Any = fs.gather) -> tuple[fs.Sharded, Callable[..., Tensor]]:
     """Parameters, and a loss of them."""
-    dtype = torch.bfloat16 if "precision" in plan else torch.float32
 
     def loss(params: fs.Sharded, x: Tensor) -> Tensor:
-        return functional_call(net, gather(params), (x.to(dtype),)).float().square().mean()
+        return functional_call(net, gather(params), (x,)).square().mean()
 
-    return fs.shard(net, fs.plan(net, mesh, **plan)), loss
+    return fs.shard(net, fs.plan(net, mesh)), loss
 
 
-def gradient(mesh: fs.Mesh, net: nn.Module, gather: Any = fs.gather, **plan: Any) -> Made:
-    params, loss = of(mesh, net, gather, **plan)
+def gradient(mesh: fs.Mesh, net: nn.Module, gather: Any = fs.gather) -> Made:
+    params, loss = of(mesh, net, gather)
     return params, fs.grad_and_value(loss)
-
-
-def frozen_and_kept(mesh: fs.Mesh) -> Made:
-    net = Net()
-    net.blocks[0].requires_grad_(False)
-    return gradient(mesh, net, reshard_after_forward=False)
-
-
-def loss_scale(mesh: fs.Mesh) -> Made:
-    params, loss = of(mesh, Net())
-    scale = fs.LossScale.dynamic()
-
-    def step(params: fs.Sharded, x: Tensor) -> Any:
-        state = scale.init(params)
-        grads = fs.grad(lambda p: scale.scale(loss(p, x), state))(params)
-        grads, finite = scale.unscale(grads, state)
-        return scale.select(finite, tree_map(torch.sub, params, grads), params), scale.update(state, finite)
-
-    return params, step
 
 
 def buffers(mesh: fs.Mesh) -> Made:
@@ -102,17 +81,25 @@ def checkpoints(mesh: fs.Mesh, dropout: float = 0.0) -> Made:
 
 MADE: dict[str, Callable[[fs.Mesh], Made]] = {
     "dropout": lambda mesh: gradient(mesh, Net(dropout=0.5)),
-    "bfloat16": lambda mesh: gradient(mesh, Net(), precision=fs.MixedPrecision(torch.bfloat16, torch.float32)),
     "gathered at once": lambda mesh: gradient(mesh, Net(), lambda p: fs.gather(p, lazy=False)),
     "encoded": lambda mesh: gradient(mesh, Net(), lambda p: fs.gather(p, codec=fs.codecs.int8())),
-    "frozen and kept": frozen_and_kept,
-    "loss scale": loss_scale,
     "buffers": buffers,
-    "checkpoints": checkpoints,
+}
+TRAINED: dict[str, dict[str, Any]] = {  # options of whole steps of AdamW
+    "in place": {"donate": True},
+    "rates": {"lr": 0.01},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "loss scale": {"scaling": fs.LossScale.dynamic(initial=64.0)},
+    "kept": {"reshard_after_forward": False},
+    "checkpoints": {"checkpoints": True},
 }
 
 
 def compare(mesh: fs.Mesh, name: str, backend: str) -> None:
+    close = {"rtol": 0, "atol": 0.0 if backend == "replay" else 1e-5}
+    if options := TRAINED.get(name):
+        assert_trees_close(train(mesh, backend=backend, **options), train(mesh, **options), **close)
+        return
     params, fn = MADE[name](mesh)
     step = mesh.spmd(fn)
     compiled = fs.compile(step, backend=backend)
@@ -121,12 +108,12 @@ def compare(mesh: fs.Mesh, name: str, backend: str) -> None:
     for each in (step, compiled):
         torch.manual_seed(0 if mesh.is_simulated else mesh.rank)
         results.append(each(params, rows(mesh, 1)))
-    assert_trees_close(*results, rtol=0, atol=0.0 if backend == "replay" else 1e-5)
+    assert_trees_close(*results, **close)
 
 
-SIMULATED = ("dropout", "encoded", "loss scale", "buffers")
-COMPILED = ("dropout", "bfloat16", "frozen and kept", "loss scale", "buffers")
-CASES: list[Any] = [*product(gloo(2), MADE, ["replay"]), *product(simulated(2), SIMULATED, ["replay"])]
+SIMULATED = ("dropout", "encoded", "in place", "rates", "loss scale", "buffers")
+COMPILED = ("dropout", "bfloat16", "kept", "loss scale", "buffers")
+CASES: list[Any] = [*product(gloo(2), {**MADE, **TRAINED}, ["replay"]), *product(simulated(3), SIMULATED, ["replay"])]
 BY_COMPILER = product([*simulated(2), *gloo(2)], COMPILED, ["aot_eager"])
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in BY_COMPILER]
 
@@ -153,39 +140,12 @@ def test_a_module_of_its_own_buffers_counts_each_call_once(mesh: fs.Mesh) -> Non
         assert dict(net.named_buffers())["1.num_batches_tracked"] == i
 
 
-def trained(mesh: fs.Mesh, cls: type[torch.optim.Optimizer], donate: bool) -> list[Any]:
-    """Parameters and losses of replayed and of eager steps, with a learning rate of its own for each step."""
-    program, opt = Program(mesh), fs.optimizer(cls, lr=1e-2)
-
-    @mesh.spmd
-    def step(params: fs.Sharded, state: Any, x: Tensor, lr: float) -> Any:
-        grads, loss = fs.grad_and_value(program.loss)(params, x)
-        grads, norm = fs.clip_by_global_norm(grads, 1.0)
-        rate = 0.5 * lr if cls is torch.optim.AdamW else lr  # what is computed is for fused kernels, which read nothing
-        params, state = opt.step(params, grads=grads, state=state, lr=rate, donate=donate)
-        return params, state, fs.collectives.pmean(loss, mesh), norm
-
-    results = []
-    compiled = fs.compile(step, backend="replay")
-    for each in (compiled, step):
-        params = tree_map(torch.clone, program.params)
-        state, seen = opt.init(params), []
-        for i in range(3):
-            params, state, *numbers = each(params, state, data(mesh, i), 0.01 / (i + 1))
-            seen.append(numbers)
-        results.append((params, state, seen))
-    assert len(compiled.schedules) == 1
-    return results
-
-
-@on_each([*simulated(3), *gloo(2)])
-def test_whole_steps_of_adamw_are_bitwise_those_run_eagerly_donated_ones_too(mesh: fs.Mesh) -> None:
-    for donate in (False, True):
-        assert_trees_close(*trained(mesh, torch.optim.AdamW, donate), rtol=0, atol=0)
-
-
 def test_an_optimizer_without_a_fused_kernel_agrees_to_rounding() -> None:
-    assert_trees_close(*trained(fs.simulated_mesh(2), torch.optim.NAdam, donate=False), rtol=1e-7, atol=1e-9)
+    mesh, opt = fs.simulated_mesh(2), fs.optimizer(torch.optim.NAdam, lr=1e-2)
+    program = Program(mesh)
+    step = mesh.spmd(lambda p, s, x: opt.step(p, grads=program.clipped(p, x)[0], state=s))
+    arguments = program.params, opt.init(program.params), data(mesh, 0)
+    assert_trees_close(fs.compile(step, backend="replay")(*arguments), step(*arguments), rtol=1e-7, atol=1e-9)
 
 
 @on_each([*simulated(3), *gloo(2)])
