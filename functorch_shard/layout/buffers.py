@@ -214,7 +214,12 @@ def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor
     """
     if buffer.numel == buffer.parameter_numel:
         return shard
-    return torch.where(of_rank(_owned(buffer, rank, shard.device), rank), shard, 0)
+    if isinstance(rank, Tensor):
+        owned = of_rank(slot_of_each(buffer, shard.device), rank) < len(buffer.slots)
+    else:
+        blank = torch.zeros(buffer.shard_numel, dtype=torch.bool, device=shard.device)
+        owned = overlaid(blank, [(offset, ~blank[:numel]) for _, offset, numel, _ in buffer.slices(rank)])
+    return torch.where(owned, shard, 0)
 
 
 def slot_of_each(buffer: Buffer, device: torch.device) -> Tensor:
@@ -227,14 +232,6 @@ def slot_of_each(buffer: Buffer, device: torch.device) -> Tensor:
 def of_rank(rows: Tensor, rank: Tensor | int) -> Tensor:
     """The row of this rank; ``rows`` has one row if ``rank`` is an int, otherwise all rows."""
     return rows.index_select(0, rank.reshape(1).to(rows.device)).squeeze(0) if isinstance(rank, Tensor) else rows[0]
-
-
-def _owned(buffer: Buffer, rank: Tensor | int, device: torch.device) -> Tensor:
-    """A mask of the elements that are not padding, one row per shard; only that of ``rank`` if it is an int."""
-    ranks = range(buffer.num_shards) if isinstance(rank, Tensor) else [rank]
-    blank, full = (make(buffer.shard_numel, dtype=torch.bool, device=device) for make in (torch.zeros, torch.ones))
-    rows = ([(offset, full[:numel]) for _, offset, numel, _ in buffer.slices(number)] for number in ranks)
-    return torch.stack([overlaid(blank, parts) for parts in rows])
 
 
 def overlaid(blank: Tensor, parts: Iterable[tuple[int, Tensor]]) -> Tensor:

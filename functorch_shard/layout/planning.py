@@ -121,7 +121,8 @@ def plan(
         advice = "; the model comes first: plan(model, mesh)" if isinstance(source, Mesh) else ""
         known = "a Mesh, for example from init_mesh() or simulated_mesh()"
         raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
-    joined = _joined(shard_axis, mesh)
+    names = [shard_axis] if isinstance(shard_axis, str) else shard_axis
+    joined = ",".join([name for name in names if name in mesh.axes] or names)
     if joined != shard_axis and replicate_axis == "replicate" and replicate_axis in shard_axis:
         replicate_axis = ""  # sharded over too, and so nothing has copies
     axes, copies = tuple(mesh.axes.items()), replicate_axis or ""
@@ -131,13 +132,6 @@ def plan(
     if len(layout.shard_axes) > 1 and set(layout.shard_axes) <= set(mesh.axes):
         _ = mesh[layout.shard_axis]  # real ranks make its process group now, when all of them are here
     return layout
-
-
-def _joined(shard_axis: str | Sequence[str], mesh: Mesh) -> str:
-    """The name of one axis, or of several joined ones, without those that the mesh lacks."""
-    if isinstance(shard_axis, str):
-        return shard_axis
-    return ",".join([name for name in shard_axis if name in mesh.axes] or shard_axis)
 
 
 def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from ..errors import name_problems, reject, table
 from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import GLOBAL_NAMESPACE, torch_pytree
+from .buffers import dtype_name
 from .layout import Layout, rank_dims
 
 Node = TypeVar("Node", "Sharded", "Full")
@@ -130,14 +131,11 @@ def _not_a_buffer(key: str, tree: Sharded) -> str:
 
 
 def _describe(kind: str, leaves: Mapping[str, Any], what: str, layout: Layout) -> str:
-    rows = [_leaf_row(key, leaf) for key, leaf in leaves.items()]
+    rows = [
+        (key, str(tuple(x.shape)), dtype_name(x.dtype)) if isinstance(x, Tensor) else (key, type(x).__name__, "")
+        for key, x in leaves.items()
+    ]
     return f"{kind} of {layout!r}\n" + table(rows, (what, "shape", "dtype"), left=3)
-
-
-def _leaf_row(key: str, leaf: Any) -> tuple[str, str, str]:
-    if isinstance(leaf, Tensor):
-        return key, str(tuple(leaf.shape)), str(leaf.dtype).removeprefix("torch.")
-    return key, type(leaf).__name__, ""
 
 
 def ranks_here(mesh: Mesh) -> Sequence[int]:

@@ -151,7 +151,8 @@ def _stack_entries(tensors: Mapping[str, Tensor], module: nn.Module | None) -> s
 
     stacks = {name: entries_of(name) for name in children}
     blocks = {name for name in children if kinds[name] not in _CONTAINERS}
-    stages = {name for name, found in stacks.items() if _most(kinds[x] for x in found if x in blocks) > 1}
+    alike_in = {name: Counter(kinds[x] for x in found if x in blocks) for name, found in stacks.items()}
+    stages = {name for name, numbers in alike_in.items() if max(numbers.values(), default=0) > 1}
     around = {prefix for stage in stages for prefix in prefixes_of(stage)}
     alike: dict[Hashable, list[str]] = {}
     for child in children.keys() - around - {""}:
@@ -165,8 +166,3 @@ def _stack_entries(tensors: Mapping[str, Tensor], module: nn.Module | None) -> s
         if _LARGE * sizes[entry] > sizes[""] and entries.isdisjoint(prefixes_of(entry)[:-1]):
             entries.remove(entry)
     return entries
-
-
-def _most(kinds: Iterable[Hashable]) -> int:
-    """How many there are of the most frequent kind."""
-    return max(Counter(kinds).values(), default=0)

@@ -155,7 +155,9 @@ class Reductions:
             left = self._parts_left(backward_pass)
             if part in left:
                 earlier = [*takewhile(lambda other: other is not part, left)]
-                self._start_zeros([other for other in earlier if not self._is_to_come(other)], backward_pass, sink)
+                nodes = {other: self.nodes[other]() for other in earlier}
+                never = [other for other, node in nodes.items() if node is None or not backward_comes_to(node)]
+                self._start_zeros(never, backward_pass, sink)
                 del left[part]
             self._wait()
             by_name = dict(zip(part.names, grads, strict=True))
@@ -181,10 +183,6 @@ class Reductions:
         if backward_pass not in self._left:
             self._left[backward_pass] = {part: None for part in reversed(self.gathered) if part in self.nodes}
         return self._left[backward_pass]
-
-    def _is_to_come(self, part: Part) -> bool:
-        node = self.nodes[part]()
-        return node is not None and backward_comes_to(node)
 
     def _start_zeros(self, parts: Sequence[Part], backward_pass: int, sink: Sink) -> None:
         """Reduce what this rank has to add to the gradients of parts that its loss does not depend on."""

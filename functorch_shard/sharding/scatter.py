@@ -128,22 +128,17 @@ def accumulate(total: Tree | None, grads: Tree) -> Tree:
         >>> accumulate(accumulate(None, large), small)["w"]    # 256 in bfloat16
         tensor([257.])
     """
-    if total is None:
-        total = type(grads)(dict.fromkeys(grads), grads.layout)
-    if isinstance(grads, Sharded) and total.layout != grads.layout:  # full gradients are by name in any layout
-        mine, theirs = first_difference(lines_of(total.layout), lines_of(grads.layout)) or ("", "")
-        raise ValueError(f"accumulate: total and grads have different layouts: {mine} and {theirs}")
-    return map_items(lambda name, x: _add(total[name], x, _sum_dtype(name, x, grads)), grads)
-
-
-def _add(total: Tensor | None, x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    if x is None:
-        return total
-    return x.to(dtype, copy=True) if total is None else total + x.to(total.device, dtype)
-
-
-def _sum_dtype(name: str, grad: Tensor | None, grads: Full | Sharded) -> torch.dtype | None:
-    if grad is None or not grad.is_floating_point() or isinstance(grads, Sharded):
-        return None if grad is None else grad.dtype
+    before = type(grads)(dict.fromkeys(grads), grads.layout) if total is None else total
     layout = grads.layout
-    return layout.schedules[layout.key_of[name], grad.dtype].reduced
+    if isinstance(grads, Sharded) and before.layout != layout:  # full gradients are by name in any layout
+        mine, theirs = first_difference(lines_of(before.layout), lines_of(layout)) or ("", "")
+        raise ValueError(f"accumulate: total and grads have different layouts: {mine} and {theirs}")
+
+    def added(name: str, x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return before[name]
+        is_cast = isinstance(grads, Full) and x.is_floating_point()
+        dtype = layout.schedules[layout.key_of[name], x.dtype].reduced if is_cast else x.dtype
+        return x.to(dtype, copy=True) if before[name] is None else before[name] + x.to(before[name].device, dtype)
+
+    return map_items(added, grads)

@@ -190,9 +190,7 @@ class Session:
     """All buffers of one ``gather``, whole and pending; freed with the last lazy tensor.
 
     The first ``UnitBuffers`` of a part are gathered ahead with its unit. Nothing in a session refers back to it.
-
-    Args:
-        offloaded: the memory kind of each shard on the CPU that another device computes with, and of its gradient.
+    ``offloaded``: the memory kind of each shard on the CPU that another device computes with, and of its gradient.
     """
 
     def __init__(self, layout: Layout, offloaded: Mapping[str, MemoryKind], lazy: bool = True) -> None:
@@ -286,11 +284,8 @@ class Decision(NamedTuple):
 class UseOrder:
     """The order in which the units of one ``gather`` were used, and the decisions that follow from it.
 
-    Args:
-        expected: the large units in the order that they will probably be used in; see :func:`expected_order`.
-        small: the units that stay once they are gathered.
-        frozen_in_front: the number of units before the first trainable one, which backward seldom needs.
-        keeps: whether every unit stays once it is gathered (``reshard_after_forward=False``).
+    At first it is ``expected``. The ``small`` units stay once they are gathered; if it ``keeps`` units, all do.
+    Backward seldom needs the first ``frozen_in_front`` units, which are those before the first trainable one.
     """
 
     def __init__(
@@ -311,13 +306,9 @@ class UseOrder:
         self._end = 0  # where in that list backward ends
 
     def arrive(self, unit: int, backward_pass: int, resident: Iterable[int], with_graph: bool = True) -> Decision:
-        """The decision when ``unit`` is used.
+        """Decide when ``unit`` is used, of ``resident`` ones, from the least to the most recently used.
 
-        Args:
-            unit: the unit whose data is needed now.
-            backward_pass: the number of the backward pass that runs, ``NO_PASS`` in forward.
-            resident: the units that are whole or being gathered, from the least to the most recently used.
-            with_graph: whether a backward pass may follow this forward.
+        ``with_graph``: a backward pass may follow this forward.
         """
         if unit == self.current or unit in self._small:
             return Decision()

@@ -25,7 +25,14 @@ from .forms import placements_of
 
 def with_dtensors(parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
     """``parts`` by name, with DTensors of those that are local parts; twice differentiable."""
-    whole = {name: _assemble(parts[name], slot.dtensor, layout) for name, slot in layout.slots.items() if slot.dtensor}
+    if in_transform() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "gather: the layout has DTensors, which torch.func transforms do not support. Differentiate with fs.grad, "
+            "fs.grad_and_value or torch.autograd, outside of other transforms."
+        )
+    forms = {name: slot.dtensor for name, slot in layout.slots.items() if slot.dtensor}
+    meshes = {axes: mesh.device_mesh for axes, mesh in layout.tensor_meshes.items()}
+    whole = {name: _Assemble.apply(parts[name], meshes[form.axes], form) for name, form in forms.items()}
     differentiate_at_once(whole.values())
     return {**parts, **whole}
 
@@ -34,15 +41,6 @@ def local_grads(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """The local parts of gradients, in the placements of their parameters; differentiable."""
     forms = {name: layout.slots[name].dtensor for name in grads if name in layout.slots}
     return {name: _local(grad, form) if (form := forms.get(name)) else grad for name, grad in grads.items()}
-
-
-def _assemble(part: Tensor, form: DTensorForm, layout: Layout) -> Tensor:
-    if in_transform() and not torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "gather: the layout has DTensors, which torch.func transforms do not support. Differentiate with fs.grad, "
-            "fs.grad_and_value or torch.autograd, outside of other transforms."
-        )
-    return _Assemble.apply(part, layout.tensor_meshes[form.axes].device_mesh, form)
 
 
 def _local(grad: Any, form: DTensorForm) -> Any:

@@ -18,18 +18,15 @@ Meshes = Mapping[tuple[tuple[str, int], ...], Mesh]
 def form(x: Any) -> DTensorForm:
     """The form of a DTensor."""
     names = x.device_mesh.mesh_dim_names or [f"dim {i}" for i in range(x.device_mesh.ndim)]
-    placements = tuple(_text(placement) for placement in x.placements)
+    placements = tuple(
+        f"S({p.dim})" if type(p) is Shard else "R" if type(p) is Replicate else repr(p) for p in x.placements
+    )
     return DTensorForm(tuple(x.shape), placements, tuple(zip(names, x.device_mesh.shape, strict=True)))
 
 
 def placements_of(form: DTensorForm) -> list[Any]:
     """The placements that :func:`form` described."""
     return [Replicate() if text == "R" else Shard(int(text[2:-1])) for text in form.placements]
-
-
-def _text(placement: Any) -> str:
-    known = f"S({placement.dim})" if type(placement) is Shard else "R"
-    return known if type(placement) in (Replicate, Shard) else repr(placement)
 
 
 def cut_out(x: Tensor, form: DTensorForm, meshes: Meshes) -> Tensor:
