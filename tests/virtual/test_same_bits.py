@@ -107,14 +107,8 @@ def test_ranks_change_by_checkpoint_and_by_reshard(tmp_path: Path) -> None:
 def test_a_wrong_bit_of_one_rank_is_found_among_runs_of_the_same_bits() -> None:
     command = [
         sys.executable,
-        str(ROOT / "examples" / "same_bits.py"),
-        "--ranks",
-        "1,2",
-        "--steps",
-        "3",
-        "--bug",
-        "1",
-        "--json",
+        str(ROOT / "examples/same_bits.py"),
+        *["--ranks", "1,2", "--steps", "3", "--bug", "1", "--json"],
     ]
     (line,) = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
     found = json.loads(line)
