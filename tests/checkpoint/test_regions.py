@@ -37,12 +37,6 @@ def test_the_regions_of_every_range_are_the_range_in_order(shape: tuple[int, ...
             assert all(region.numel == prod(region.sizes) > 0 for region in found)
 
 
-def test_a_scalar_is_one_region_and_what_is_empty_none() -> None:
-    assert regions((), 0, 1) == [Region((), ())]
-    assert regions((), 0, 1)[0].numel == 1
-    assert regions((), 0, 0) == regions((), 1, 0) == regions((0, 3), 0, 0) == regions((4, 5), 20, 0) == []
-
-
 def every_region(shape: tuple[int, ...]) -> list[Region]:
     sides = [[(at, n) for at in range(size) for n in range(1, size - at + 1)] for size in shape]
     return [Region(tuple(at for at, _ in each), tuple(n for _, n in each)) for each in product(*sides)]

@@ -6,7 +6,7 @@ shards; tests/mutants drops each of their collectives.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.pool import run_ranks
+from tests.support.ranks import gloo
 from tests.support.scripts import example
 
 AXES = {
@@ -110,15 +110,11 @@ def by_schedule(mesh: fs.Mesh, schedule: str, microbatches: int = 2) -> None:
     assert_trees_close(found, {key: of_one_rank("pipeline")[key] for key in found}, rtol=0, atol=1e-10)
 
 
-def by_schedule_on_this_rank(schedule: str) -> None:
-    by_schedule(fs.init_mesh({"stage": 2, "shard": 2}), schedule)
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_gradients_by_a_schedule_are_those_of_the_whole_program(schedule: str) -> None:
     by_schedule(fs.simulated_mesh({"replicate": 2, "stage": 2, "shard": 2}), schedule)
     by_schedule(fs.simulated_mesh({"stage": 4, "shard": 1}), schedule, microbatches=8)  # of which 1F1B holds 4
-    run_ranks(by_schedule_on_this_rank, 4, schedule)
+    gloo({"stage": 2, "shard": 2})[0].run(by_schedule, schedule)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (3, 1), (4, 2), (4, 7)])
@@ -133,12 +129,3 @@ def test_a_schedule_runs_each_microbatch_once_when_what_it_needs_is_there(stages
         assert all(ahead[s, m] < back[s, m] and ahead.get((s - 1, m), -1) < ahead[s, m] for s, m in ahead)
         assert all(back[s - 1, m] == back[s, m] + 1 for s, m in back if s), "a gradient is used as it arrives"
         assert schedules.slots(ticks) == held
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-def test_a_batch_that_microbatches_do_not_divide_is_refused(schedule: str) -> None:
-    mesh, schedules = fs.simulated_mesh({"stage": 2, "shard": 2}), example("schedules")
-    program = program_of("pipeline", mesh, microbatches=3)  # of the 4 samples of a rank
-    gradients = partial(schedules.gradients, program, getattr(schedules, schedule)(2, 3))
-    with pytest.raises(RuntimeError, match="unflatten"):
-        mesh.spmd(gradients, out_dims=0)(program.params, *program.split(batch()))
