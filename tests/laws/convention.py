@@ -133,17 +133,9 @@ TASKS: dict[str, Callable[[Side, Tree, Tree, Samples], Tree]] = {
 }
 
 
-def dot_over_ranks(a: fs.Sharded, b: fs.Sharded) -> Tensor:
-    """Of the shards of all ranks; a buffer that is whole on every rank counts once."""
-    once = {key: buffer.num_shards / b.layout.num_shards for key, buffer in b.layout.buffers.items()}
-    return fs.collectives.psum(
-        torch.stack([(a[key] * b[key]).sum() * once[key] for key in a]).sum(), b.layout.mesh["shard"]
-    )
-
-
 def sharded_side(inner: str, lazy: bool | None, outer: Any = fs.grad) -> Side:
     loss = partial(sharded_loss, lazy=lazy)
-    return Side(loss, INNER[inner](loss, lazy), outer, dot_over_ranks, fs.global_norm)
+    return Side(loss, INNER[inner](loss, lazy), outer, fs.curvature.vdot, fs.global_norm)
 
 
 def on_mesh(mesh: fs.Mesh, side: Side, tasks: list[str]) -> dict[str, fs.Full]:

@@ -69,18 +69,9 @@ class Sides:
         return self.wrapper.loss(loss)(params, x, y)
 
 
-def dot(a: fs.Sharded, b: fs.Sharded) -> Tensor:
-    """This rank's part of the scalar product of two trees; a whole buffer counts once among the shards."""
-    parts = {key: (a[key] * b[key]).sum() for key in a}
-    once = {key: buffer.num_shards / b.layout.num_shards for key, buffer in b.layout.buffers.items()}
-    return torch.stack([part * once[key] for key, part in parts.items()]).sum()
-
-
-def combined(part: Tensor, layout: fs.Layout) -> Tensor:
-    """What a rank returns so that the mean (or the sum) over ranks of it is the sum over shards of ``part``."""
-    if layout.reduction == "mean":
-        return fs.collectives.psum(part, layout.mesh["shard"]) if layout.num_shards > 1 else part
-    return part * layout.num_shards / layout.num_ranks
+def product(a: fs.Sharded, b: fs.Sharded) -> Tensor:
+    """What a rank returns so that the mean (or the sum) over ranks of it is the scalar product of two trees."""
+    return fs.curvature.vdot(a, b) / (1 if b.layout.reduction == "mean" else b.layout.num_ranks)
 
 
 # What each rank computes, from its trainable shards p, a direction v of the same form, and its samples.
@@ -94,9 +85,7 @@ ON_RANK: dict[str, Callable[[Sides, Tree, Tree, Tensor, Tensor], Tree]] = {
     "value": lambda s, p, v, x, y: grad_and_value(s.of_shards)(p, x, y)[1],
     "forward over reverse": lambda s, p, v, x, y: jvp(lambda p: grad(s.of_shards)(p, x, y), (p,), (v,))[1],
     "forward over fs.grad": lambda s, p, v, x, y: jvp(lambda p: fs.grad(s.of_shards)(p, x, y), (p,), (v,))[1],
-    "reverse over reverse": lambda s, p, v, x, y: grad(
-        lambda p: combined(dot(grad(s.of_shards)(p, x, y), v), v.layout)
-    )(p),
+    "reverse over reverse": lambda s, p, v, x, y: grad(lambda p: product(grad(s.of_shards)(p, x, y), v))(p),
     "reverse over forward": lambda s, p, v, x, y: grad(lambda p: jvp(lambda p: s.of_shards(p, x, y), (p,), (v,))[1])(p),
     "forward over scatter_grads": lambda s, p, v, x, y: jvp(
         lambda p: fs.scatter_grads(grad(s.of_full)(fs.gather(p), x, y)), (p,), (v,)

@@ -20,7 +20,6 @@ from tests.laws.convention import (
     Samples,
     Side,
     autograd_grad,
-    dot_over_ranks,
     expected,
     on,
     on_mesh,
@@ -102,7 +101,7 @@ def test_a_gradient_through_a_step_by_another_than_fs_grad_is_refused(task: str,
 
 def by_autograd_inside(mesh: fs.Mesh) -> list[dict[str, fs.Full]]:
     losses = [partial(sharded_loss, lazy=lazy) for lazy in LAZY]
-    sides = [Side(loss, autograd_grad(loss), fs.grad, dot_over_ranks, fs.global_norm) for loss in losses]
+    sides = [Side(loss, autograd_grad(loss), fs.grad, fs.curvature.vdot, fs.global_norm) for loss in losses]
     return [on_mesh(mesh, side, ["reverse over reverse", "through one step"]) for side in sides]
 
 
@@ -125,7 +124,7 @@ def test_a_step_that_stops_the_gradient_may_be_differentiated_by_anybody(axes: d
     """First-order MAML: the gradient at the parameters after the step."""
     mesh, loss = fs.simulated_mesh({"shard": 1, **axes}), partial(sharded_loss, lazy=None)
     stopped = lambda p, x, y: tree_map(Tensor.detach, fs.grad(loss)(p, x, y))  # noqa: E731
-    sides = [Side(loss, stopped, outer, dot_over_ranks, fs.global_norm) for outer in (fs.grad, torch.func.grad)]
+    sides = [Side(loss, stopped, outer, fs.curvature.vdot, fs.global_norm) for outer in (fs.grad, torch.func.grad)]
     by_fs, by_torch = (on_mesh(mesh, side, ["through one step"]) for side in sides)
     assert_trees_close(by_torch, by_fs, rtol=1e-12, atol=1e-14)
 

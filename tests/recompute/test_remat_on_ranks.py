@@ -19,7 +19,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
 from tests.laws import convention
-from tests.laws.convention import INNER, Side, dot_over_ranks
+from tests.laws.convention import INNER, Side
 from tests.recompute.test_remat import plainly, twice
 from tests.support.live_bytes import LiveBytes, settle
 from tests.support.ranks import Ranks, gloo, on_each, simulated
@@ -135,7 +135,7 @@ def refuses(mesh: fs.Mesh, way: str) -> None:
     """A gradient through a step, by a derivative that would take the mean twice."""
     loss = WAYS[way]
     for inner in (fs.grad, torch.func.grad):
-        side = Side(loss, inner(loss), torch.func.grad, dot_over_ranks, fs.global_norm)
+        side = Side(loss, inner(loss), torch.func.grad, fs.curvature.vdot, fs.global_norm)
         text = text_of(convention.on_mesh, mesh, side, ["through one step"])
         assert "goes through a gather of values that were computed from another gather" in text
 
