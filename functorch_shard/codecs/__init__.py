@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..communication.backend import Work
-from ..torch_internals.autograd import Function, traced_for_compiler, with_outer_tangents
+from ..torch_internals.autograd import Function, traced_for_compiler
 
 __all__ = ["Codec", "float8", "int8"]
 
@@ -145,8 +145,8 @@ class RowEncoding:
         return send(messages).then(lambda all_: self.decode(all_.unflatten(-1, sizes), form).flatten(-2))
 
     def recode(self, x: Tensor) -> Tensor:
-        """Encode and decode rows of the last dim; the derivative passes straight through."""
-        return _Recode.apply(x, self.codec)
+        """Encode and decode rows of the last dim; not differentiated."""
+        return torch.stack([self.codec.decode(self.codec.encode(row)) for row in _rows(x)]).view(x.shape)
 
     def _message(self, row: Tensor) -> tuple[Tensor, Form]:
         leaves, treedef = optree.tree_flatten(self.codec.encode(row))
@@ -167,23 +167,6 @@ class RowEncoding:
                 f"codec: decode returned {got}, expected a tensor of the shape ({form.numel},) that was encoded"
             )
         return x
-
-
-class _Recode(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, codec: Codec) -> Tensor:
-        return torch.stack([codec.decode(codec.encode(row)) for row in _rows(x)]).view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
-        with with_outer_tangents():
-            return tangent.view_as(tangent)
 
 
 class _Bits(Function):

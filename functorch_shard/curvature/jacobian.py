@@ -19,9 +19,9 @@ from ..collectives.rules import across, within
 from ..collectives.sinks import new_boundary
 from ..layout.buffers import Buffer
 from ..layout.layout import shard_index
-from ..layout.trees import Full, Sharded, check_sharded
+from ..layout.trees import Full, Sharded, check_sharded, map_items
 from ..sharding.gather import gather
-from ..sharding.reduction import mean_at_end_of_grad
+from ..sharding.reduction import mean_of_shard
 from ..sharding.shard import merge, partition
 from ..training.grad import grad
 
@@ -69,7 +69,11 @@ def jacrev(fn: Callable[..., Any], argnums: int = 0, *, chunk_size: int | None =
                 return of(p)
 
         rows = torch.func.jacrev(exact, chunk_size=chunk_size)(trainable)
-        mean = lambda x: Sharded(mean_at_end_of_grad(x, x.layout), x.layout)  # noqa: E731
+
+        def mean(tree: Sharded) -> Sharded:
+            layout = tree.layout
+            return map_items(lambda key, x: x if x is None else mean_of_shard(x, layout.buffers[key], layout), tree)
+
         return optree.tree_map(mean, rows, is_leaf=_is_sharded)
 
     return _jacobian("jacrev", fn, argnums, of_trainable)

@@ -9,7 +9,7 @@ that take a tree validate it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
@@ -59,9 +59,6 @@ class Sharded(Mapping[str, Any]):
 
     def keys(self) -> KeysView[str]:
         return self._shards.keys()
-
-    def values(self) -> ValuesView[Any]:
-        return self._shards.values()
 
     def items(self) -> ItemsView[str, Any]:
         return self._shards.items()

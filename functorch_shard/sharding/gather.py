@@ -166,8 +166,8 @@ def _of_stack(
             x = averaged(x, schedule) if buffer.differentiable else x
             x = gathered(x, schedule, codec)
         else:
-            x = codec.recode(x) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
-            x = whole_of_stack(x.to(schedule.gathered), buffer, layout)
+            encoded = codec if buffer.num_shards > 1 and x.is_floating_point() else None
+            x = whole_of_stack(x, buffer, layout, encoded).to(schedule.gathered)
         whole.update(unpack(x, buffer))
     return whole
 

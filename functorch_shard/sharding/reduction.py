@@ -16,7 +16,7 @@ Elsewhere (``backward()``, a reentrant checkpoint) it is not known which pass is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, takewhile
@@ -206,11 +206,6 @@ class Reductions:
         while self._started:
             backward_pass, key, work = self._started.pop(0)
             self._results[backward_pass, key] = self.put(key, work.wait())
-
-
-def mean_at_end_of_grad(grads: Mapping[str, Tensor | None], layout: Layout) -> dict[str, Tensor | None]:
-    """Exact derivatives by the shards of all ranks, as gradients of the mean over ranks: Note [Boundary]."""
-    return {key: None if x is None else mean_of_shard(x, layout.buffers[key], layout) for key, x in grads.items()}
 
 
 def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = False) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.primitives import all_gather
+from ..collectives.rules import Encoding
 from ..collectives.sinks import prepare, without_derivative
 from ..layout.buffers import Buffer, Slot, of_rank, pack
 from ..layout.layout import Layout, merged, select_buffers, shard_index
@@ -264,38 +265,39 @@ def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
     return [i for i, name in names if buffer.num_shards == 1 or name not in layout.shard_axes]
 
 
-def whole_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+def whole_of_stack(x: Tensor, buffer: Buffer, layout: Layout, codec: Encoding | None) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
     copies = frozenset(dim for dim in copy_dims(buffer, layout) if x.shape[dim] > 1)
-    return (_FirstCopies.apply(x, copies) if copies else x).flatten()
+    return (_FirstCopies.apply(x, copies, codec) if copies or codec else x).flatten()
 
 
 class _FirstCopies(Function):
     """Of equal copies along rank dims the first. Every copy gets the whole gradient, as if each rank returned it.
 
-    Where ``fs.grad`` sums over the copies, Note [Boundary], the first one alone gets it.
+    Where ``fs.grad`` sums over the copies, Note [Boundary], the first one alone gets it. It is that without ``codec``.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, dims: Set[int]) -> Tensor:
-        return x[tuple([slice(1 if dim in dims else None) for dim in range(x.ndim)])]
+    def forward(x: Tensor, dims: Set[int], codec: Encoding | None) -> Tensor:
+        first = x[tuple([slice(1 if dim in dims else None) for dim in range(x.ndim)])]
+        return codec.recode(first) if codec else first
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.dims = inputs
+        x, ctx.dims, _ = inputs
         ctx.sizes = x.shape
-        prepare(ctx, True, mean_is_transpose=False)
+        prepare(ctx, bool(ctx.dims), mean_is_transpose=not ctx.dims)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        averages, (grad,) = ctx.sink.start(ctx, [grad])
+        averages, (grad,) = ctx.sink.start(ctx, [grad]) if ctx.averages else (False, [grad])
         for dim in ctx.dims:
             others = grad if averages else torch.zeros_like(grad)
             grad = torch.cat([grad, others.repeat_interleave(ctx.sizes[dim] - 1, dim)], dim)
-        return grad, None
+        return grad, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _FirstCopies.apply(tangent, ctx.dims)
+        return _FirstCopies.apply(tangent, ctx.dims, None)

@@ -6,9 +6,8 @@ memory kind. The gradient of a shard on the CPU is copied to the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -66,11 +65,6 @@ def stacked(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     if len({x.device for x in parts}) > 1:
         parts = [to_working_device(x, device) for x in parts]
     return to_working_device(torch.stack([*parts]), device)
-
-
-def on_each_device(x: Tensor) -> Callable[[torch.device], Tensor]:
-    """Return a function of a device that gives ``x`` there, copied once."""
-    return cache(lambda device: x.to(device))
 
 
 def wait_for_copies(tensors: Iterable[Any]) -> None:

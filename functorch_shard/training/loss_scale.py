@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from ..containers import Static
 from ..errors import reject
 from ..layout.layout import rank_dims
 from ..layout.trees import Sharded, check_sharded, check_shards
-from ..storage.memory_kind import on_each_device, to_memory_kind_of
+from ..storage.memory_kind import to_memory_kind_of
 from .norms import all_finite, scaled
 
 State = dict[str, Tensor]
@@ -183,7 +184,7 @@ class LossScale(Static):
         if not self.skips:
             return new
         trees: Any = (new, old)
-        there = on_each_device(finite)
+        there = cache(finite.to)
         chosen: Any = optree.tree_map(lambda a, b: _choose(there, a, b), *trees, none_is_leaf=True)
         return chosen
 

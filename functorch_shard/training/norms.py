@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
 from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index
 from ..layout.trees import Full, Sharded, check_sharded, check_shards, map_items
 from ..sharding.gather import gather
-from ..storage.memory_kind import on_each_device, stacked, to_memory_kind_of
+from ..storage.memory_kind import stacked, to_memory_kind_of
 from ..torch_internals.autograd import eager
 
 
@@ -104,7 +104,7 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
 
 def scaled(tree: Sharded, factor: Tensor) -> Sharded:
     """Multiply the leaves that are differentiable by a number, and round each product once, to the leaf's dtype."""
-    there, buffers = on_each_device(factor), tree.layout.buffers
+    there, buffers = cache(factor.to), tree.layout.buffers
 
     def product(key: str, x: Any) -> Any:
         if x is None or not buffers[key].differentiable:
