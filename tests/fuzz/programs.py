@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
@@ -30,39 +30,51 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+# Shards, most of the time; replicas; and both.
+AXES = [*[(("shard", n),) for n in (2, 1, 3, 4, 5, 6)] * 2, (("replicate", 2),)]
+AXES += [(("replicate", r), ("shard", s)) for r, s in ((2, 1), (2, 2), (2, 3), (3, 2))]
+
+
+def drawn(*choices: Any) -> Any:
+    """A field that is one of ``choices``, the first by default."""
+    return field(default=choices[0], metadata={"choices": choices})
+
+
 @dataclass(frozen=True)
 class Program:
     """A model, a loss, a derivative of it by sharded parameters, and steps with what it returns."""
 
     seed: int = 0  # of all values
-    axes: tuple[tuple[str, int], ...] = (("shard", 2),)
-    width: int = 3
-    samples: int = 2  # of a rank
+    axes: tuple[tuple[str, int], ...] = drawn(*AXES)
+    width: int = drawn(3, 1, 4, 7)
+    samples: int = drawn(2, 4)  # of a rank
     parts: tuple[str, ...] = ()
     frozen: tuple[int, ...] = ()  # of the parts
-    loss: str = "mse"
+    loss: str = drawn("mse", "cross entropy", "root", "centered")
     penalties: tuple[str, ...] = ()
-    by_hand: bool = False  # the derivative by inputs of a penalty: requires_grad_() and torch.autograd.grad
-    derivative: str = "grad"
-    by: str = "fs.grad"
-    trees: str = "one"
-    call: str = "functional_call"
-    meta: bool = False  # the model, once it is sharded
-    lazy: bool | None = None
-    remat: bool = False
-    partition: bool = False
-    units: str = "auto"
-    align: int = 16
-    reshard: bool = True
-    reduction: str = "mean"
-    steps: int = 0
-    optimizer: str = "SGD"
-    schedule: bool = False
-    donate: bool = False
-    inside: bool = True  # steps, of spmd
-    clip: bool = False
-    scale: bool = False
-    accumulate: bool = False
+    by_hand: bool = drawn(
+        False, True
+    )  # the derivative by inputs of a penalty: requires_grad_() and torch.autograd.grad
+    derivative: str = drawn(*BASIC, *HIGHER, *FORWARD)
+    by: str = drawn(*BY)
+    trees: str = drawn("one", "one", "sum", "two gathers", "twice")
+    call: str = drawn("functional_call", "bind")
+    meta: bool = drawn(False, False, False, False, True)  # the model, once it is sharded
+    lazy: bool | None = drawn(None, None, True, False)
+    remat: bool = drawn(False, False, False, False, True)
+    partition: bool = drawn(False, True)
+    units: str = drawn("auto", "blocks", "one", "bytes", "each")
+    align: int = drawn(16, 16, 0)
+    reshard: bool = drawn(True, True, False)
+    reduction: str = drawn("mean", "mean", "sum")
+    steps: int = drawn(0, 0, 1, 2)
+    optimizer: str = drawn(*OPTIMIZERS)
+    schedule: bool = drawn(False, True)
+    donate: bool = drawn(False, True)
+    inside: bool = drawn(True, False)  # steps, of spmd
+    clip: bool = drawn(False, True)
+    scale: bool = drawn(False, True)
+    accumulate: bool = drawn(False, True)
 
     @property
     def size(self) -> int:
@@ -102,37 +114,11 @@ class Program:
 def draw(seed: int) -> Program:
     """The program of ``seed``, always the same."""
     rng = random.Random(seed)
-    sizes = [(("shard", n),) for n in (1, 2, 2, 3, 4, 5, 6)]
-    hybrid = [(("replicate", r), ("shard", s)) for r, s in ((2, 1), (2, 2), (2, 3), (3, 2))] + [(("replicate", 2),)]
+    chosen = {each.name: rng.choice(each.metadata["choices"]) for each in fields(Program) if each.metadata}
     parts = tuple(rng.choice([*PARTS, "linear", "linear", *REPEATS]) for _ in range(rng.randint(0, 5)))
-    trainable = [i for i, name in enumerate(parts) if name not in REPEATS]
-    steps = rng.choice([0, 0, 1, 2])
-    program = Program(
-        seed=seed,
-        axes=rng.choice(sizes if rng.random() < 0.7 else hybrid),
-        width=rng.choice([1, 3, 4, 7]),
-        samples=rng.choice([2, 4]),
-        parts=parts,
-        frozen=tuple(i for i in trainable if rng.random() < 0.15),
-        loss=rng.choice(["mse", "cross entropy", "root", "centered"]),
-        penalties=tuple(name for name in ("inputs", "weights", "norm") if rng.random() < 0.15),
-        derivative=rng.choice([*BASIC, *HIGHER, *(FORWARD if not steps else ())]),
-        by=rng.choice(BY),
-        trees=rng.choice(["one", "one", "sum", "two gathers", "twice"]),
-        call=rng.choice(["functional_call", "bind"]),
-        meta=rng.random() < 0.2,
-        lazy=rng.choice([None, None, True, False]),
-        remat=rng.random() < 0.15,
-        partition=rng.random() < 0.4,
-        units=rng.choice(["auto", "blocks", "one", "bytes", "each"]),
-        align=rng.choice([16, 16, 0]),
-        reshard=rng.random() < 0.7,
-        reduction=rng.choice(["mean", "mean", "sum"]),
-        steps=steps,
-        optimizer=rng.choice([*OPTIMIZERS]),
-        **{name: rng.random() < 0.4 for name in ("schedule", "donate", "inside", "clip", "scale", "accumulate")},
-    )
-    return sensible(replace(program, by_hand=rng.random() < 0.5))
+    frozen = tuple(i for i, name in enumerate(parts) if name not in REPEATS and rng.random() < 0.15)
+    penalties = tuple(name for name in ("inputs", "weights", "norm") if rng.random() < 0.15)
+    return sensible(Program(seed=seed, parts=parts, frozen=frozen, penalties=penalties, **chosen))
 
 
 def sensible(p: Program) -> Program:
@@ -157,6 +143,8 @@ def sensible(p: Program) -> Program:
         p = replace(p, partition=p.partition or not p.plain_numbers)
     if "complex" in p.parts and p.derivative == "grad of grad":
         p = replace(p, derivative="hvp")  # inner products are complex
+    if p.derivative in FORWARD:
+        p = replace(p, steps=0)
     if not p.steps:
         p = replace(p, **dict.fromkeys(("schedule", "donate", "clip", "scale", "accumulate"), False), inside=True)
         p = replace(p, optimizer="SGD")
