@@ -29,10 +29,9 @@ _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "peak
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    args = vars(parser().parse_args(argv))
-    command = args.pop("command")
+    args = parser().parse_args(argv)
     try:
-        text = plan(**args) if command == "plan" else _of_checkpoint(command, **args)
+        text = plan(args) if args.command == "plan" else _of_checkpoint(**vars(args))
     except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -74,26 +73,18 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def plan(
-    model: str,
-    ranks: Sequence[int],
-    shards: int | None,
-    optimizer: str | None,
-    precision: str | None,
-    units: str,
-    no_reshard: bool,
-) -> str:
+def plan(args: argparse.Namespace) -> str:
     """Build the model, plan it for each number of ranks and format what each rank has and sends."""
-    source, units_of = _built(model), int(units) if units.isdigit() else units
-    options: dict[str, Any] = {"units": units_of, "reshard_after_forward": not no_reshard}
-    if wrong := [n for n in ranks if shards and n % shards]:
+    source, shards, units = _built(args.model), args.shards, args.units
+    options: dict[str, Any] = {"units": int(units) if units.isdigit() else units}
+    if wrong := [n for n in args.ranks if shards and n % shards]:
         raise ValueError(f"--shards: {shards} does not divide {wrong[0]:,} ranks of --ranks")
-    meshes = [simulated_mesh({"replicate": n // shards, "shard": shards} if shards else n) for n in ranks]
-    opt = optimizer_of(_named("optimizer", torch.optim, optimizer)) if optimizer else None
-    if precision:
-        options["precision"] = MixedPrecision(*(_named("precision", torch, name) for name in precision.split(",")))
-    layouts = [plan_of(source, mesh, **options) for mesh in meshes]
-    return _formatted(model, layouts, [estimate(layout, opt) for layout in layouts])
+    meshes = [simulated_mesh({"replicate": n // shards, "shard": shards} if shards else n) for n in args.ranks]
+    opt = optimizer_of(_named("optimizer", torch.optim, args.optimizer)) if args.optimizer else None
+    if args.precision:
+        options["precision"] = MixedPrecision(*(_named("precision", torch, x) for x in args.precision.split(",")))
+    layouts = [plan_of(source, mesh, reshard_after_forward=not args.no_reshard, **options) for mesh in meshes]
+    return _formatted(args.model, layouts, [estimate(layout, opt) for layout in layouts])
 
 
 def _formatted(model: str, layouts: Sequence[Layout], expected: Sequence[Estimate]) -> str:
