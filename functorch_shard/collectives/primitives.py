@@ -18,8 +18,8 @@ from torch import Tensor
 from ..communication.backend import Axis
 from ..errors import reject
 from ..mesh.mesh import Mesh
-from ..torch_internals.autograd import Function, eager, with_outer_tangents
-from .rules import COPY, Linear, LinearMap, aside, fold, saved, stack
+from ..torch_internals.autograd import eager, with_outer_tangents
+from .rules import COPY, Linear, LinearMap, saved
 
 Tree = TypeVar("Tree")
 Over = Axis | Mesh
@@ -251,12 +251,10 @@ def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = N
     def on_leaf(x: Tensor) -> Tensor:
         if x.dtype == torch.bool and kind in ("psum", "psum_scatter"):  # on one rank too
             x = x.to(torch.int64)
+        function = Maximum if kind == "pmax" else Linear
         for one in reversed(axes) if kind == "all_gather" else axes:
-            if kind == "pmax":
-                x = Maximum.apply(x, *one.backend.place(), LinearMap(one, "psum", "psum"))
-            else:
-                from_last = 0 if dim is None else dim % x.ndim - x.ndim
-                x = linear_map_of(x, LinearMap(one, kind, transposed, from_last, mean=mean))
+            from_last = 0 if dim is None else dim % x.ndim - x.ndim
+            x = function.apply(x, *one.backend.place(), LinearMap(one, kind, transposed, from_last, mean=mean))
         return x
 
     return on_leaves(on_leaf, tree)
@@ -299,17 +297,13 @@ def _averageable(x: Any) -> Any:
     return x.to(torch.get_default_dtype()) if integer else x
 
 
-class Maximum(Function):
-    """The largest value over the ranks of ``total.axis``; ``total`` adds up the cotangents of its copies."""
-
-    @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, total: LinearMap) -> Tensor:
-        return total.axis.issue("pmax", x).wait()
+class Maximum(Linear):
+    """The largest value over ranks, by the map of kind ``"pmax"``, whose transpose adds up cotangents of its copies."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, *place, total = inputs
-        ctx.static = [total]
+        x, *place, linear = inputs
+        ctx.static = [replace(linear, kind="psum")]
         ctx.save_for_backward(x, output, *place)
         ctx.save_for_forward(x, output, *place)
 
@@ -323,13 +317,6 @@ class Maximum(Function):
         x, largest, *place, total = saved(ctx)
         with with_outer_tangents():
             return Linear.apply(tangent * _share(x, largest, place, total), *place, total)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, total: LinearMap) -> Any:
-        if in_dims[1] is None:
-            x, batch_dim = aside(x, in_dims[0])
-            return Maximum.apply(x, index, others, replace(total, axis=fold(total.axis, info, in_dims))), batch_dim
-        return total.axis.issue("pmax", stack(x, in_dims[0], info.batch_size)).wait(), None
 
 
 def _share(x: Tensor, largest: Tensor, place: Any, total: LinearMap) -> Tensor:
@@ -349,4 +336,4 @@ def shared_sum(x: Tensor, axis: Axis) -> Tensor:
 
 def shared_max(x: Tensor, axis: Axis) -> Tensor:
     """``pmax`` over real ranks that compute one loss together."""
-    return Maximum.apply(x, None, None, LinearMap(axis, "psum", COPY))
+    return Maximum.apply(x, None, None, LinearMap(axis, "pmax", COPY))

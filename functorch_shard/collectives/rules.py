@@ -106,11 +106,11 @@ class Linear(Function):
         *place, linear = saved(ctx)
         return Linear.apply(tangent, *place, linear.derivative)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, linear: Any) -> Any:
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, linear: Any) -> Any:
         if in_dims[1] is None:
             x, batch_dim = aside(x, in_dims[0])
-            return Linear.apply(x, index, others, replace(linear, axis=fold(linear.axis, info, in_dims))), batch_dim
+            return cls.apply(x, index, others, replace(linear, axis=fold(linear.axis, info, in_dims))), batch_dim
         rows = stack(x, in_dims[0], info.batch_size)
         return linear(rows, rows.ndim - 1), 0 if linear.is_scattered else None
 
