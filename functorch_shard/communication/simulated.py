@@ -29,6 +29,11 @@ from ..torch_internals.tensors import batch_levels
 from .backend import Backend, Finished, Work
 from .collective import Collective
 
+OUTSIDE = (
+    "simulated ranks of axis {!r} only exist inside mesh.spmd: decorate the function that communicates with "
+    "@mesh.spmd, or wrap it, mesh.spmd(fn)(*args)."
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Index:
@@ -44,10 +49,7 @@ class Index:
     def here(self) -> Tensor:
         """Return the number; raise outside of ``spmd``."""
         if (index := self.get()) is None:
-            raise RuntimeError(
-                f"simulated ranks of axis {self.name!r} only exist inside mesh.spmd: decorate the function that "
-                "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args)."
-            )
+            raise RuntimeError(OUTSIDE.format(self.name))
         return index
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from math import prod
 from typing import Any
 
 import torch
@@ -23,11 +22,6 @@ def check_axes(verb: str, sizes: Mapping[str, int]) -> None:
         raise ValueError(
             f"{verb}: expected at least one axis, each of size 1 or more, got {axes_text(sizes) or 'none'}"
         )
-
-
-def coordinate_of(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return where ``rank`` is on axes of these sizes, in row-major order."""
-    return tuple(rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import product
+from itertools import chain, product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ..communication.backend import Axis, Backend, Finished, Work
 from ..communication.collective import Collective, RecordMode
-from ..communication.simulated import default_group, of_all_ranks, running, writes_refused
+from ..communication.simulated import OUTSIDE, default_group, of_all_ranks, running, writes_refused
 from ..containers import opened, place, refuse_opaque
 from ..errors import reject
-from ..mesh.axes import coordinate_of
-from ..mesh.spmd import LIST, NESTED, MappedCall, Simulated, mapped_call, placed
+from ..mesh.spmd import LIST, NESTED, Simulated, mapped_call, placed
 from ..torch_internals.autograd import NO_PASS, backward_pass, being_traced, in_forward_mode, in_transform
 from ..torch_internals.satellites import around_threads, inherited
 from ..torch_internals.tensors import version_of
@@ -28,6 +27,11 @@ from .turns import Run
 _AS_LIST = (
     f"Tensors of one shape are stacked, everything else has to be the same on every rank. out_dims={LIST!r} returns a "
     "list with the result of each rank."
+)
+_AROUND = (
+    "spmd: simulated ranks of kind 'sequential' run in threads of their own, which a transform of torch.func, "
+    "fs.compile or torch.compile around them does not reach. Transform or compile inside of the function: "
+    "mesh.spmd(fs.grad(loss)); or use simulated_mesh(..., kind='batched')."
 )
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 
@@ -68,11 +72,7 @@ class SequentialBackend(Backend):
 
     def _run(self) -> Run:
         if self.ranks.run is None:
-            raise RuntimeError(
-                f"simulated ranks of axis {self.axis!r} only exist inside mesh.spmd: decorate the function that "
-                "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args). What simulated ranks that run one "
-                "after the other computed is differentiated inside too."
-            )
+            raise RuntimeError(f"{OUTSIDE.format(self.axis)} What they computed is differentiated inside too.")
         return self.ranks.run
 
 
@@ -99,13 +99,17 @@ class SequentialRanks(Simulated):
 
         @wraps(fn)
         def every_rank(*args: Any, **kwargs: Any) -> Any:
-            self._refuse()
+            if self.run is not None:
+                raise RuntimeError(NESTED)
+            if in_transform() or in_forward_mode() or being_traced() or torch.compiler.is_compiling():
+                raise NotImplementedError(_AROUND)
             call = mapped_call(args, kwargs, in_dims, self._sizes)
-            rows = [_Rows(call, coordinate_of(r, self._sizes)) for r in range(len(self._coordinates))]
+            tensors = [(call.leaves[i], start) for i, start in call.starts.items()]
+            rows = [[_Row.of(*x, each.values()) for x in tensors] for each in self._coordinates]
             entered, results = inherited(device), [None for _ in rows]
 
             def body(rank: int) -> None:
-                rank_args, rank_kwargs = call.of_rank(rows[rank].tensors)
+                rank_args, rank_kwargs = call.of_rank(row.own for row in rows[rank])
                 left_out = () if rank == 0 else (RecordMode,)  # collectives of one rank are counted
                 with entered(left_out), running(rank=rank), writes_refused():
                     results[rank] = fn(*rank_args, **rank_kwargs)
@@ -116,8 +120,8 @@ class SequentialRanks(Simulated):
                     around_threads(lambda: run.all_ranks(body))
             finally:
                 self.run = None
-            for each in rows:
-                each.write_back()
+            for row in chain(*rows):
+                row.write_back()
             if out_dims == LIST:
                 return results
             tree, num_axes = _stacked([*map(opened, results)], self._sizes), len(self._sizes)
@@ -125,41 +129,29 @@ class SequentialRanks(Simulated):
 
         return every_rank
 
-    def _refuse(self) -> None:
-        if self.run is not None:
-            raise RuntimeError(NESTED)
-        if in_transform() or in_forward_mode() or being_traced() or torch.compiler.is_compiling():
-            raise NotImplementedError(
-                "spmd: simulated ranks of kind 'sequential' run in threads of their own, which a transform of "
-                "torch.func, fs.compile or torch.compile around them does not reach. Transform or compile inside of "
-                "the function: mesh.spmd(fs.grad(loss)); or use simulated_mesh(..., kind='batched')."
-            )
 
+class _Row(NamedTuple):
+    """A tensor of one rank, at the start of memory of its own, as that of a process."""
 
-class _Rows:
-    """The tensors of one rank. They are at the start of memory of their own, as those of a process."""
+    given: Tensor
+    own: Tensor
+    version: int  # how often it was written to
 
-    def __init__(self, call: MappedCall, coordinate: tuple[int, ...]) -> None:
-        self.tensors: list[Tensor] = []
-        self._copies: list[tuple[Tensor, Tensor, int]] = []  # where a row is from, the row, how often it was written to
-        for i, start in call.starts.items():
-            x = call.leaves[i]
-            for at in coordinate:
-                x = x.select(start, at)
-            self.tensors.append(x if x.requires_grad or x.is_inference() else self._own(x))
-
-    def write_back(self) -> None:
-        with torch.no_grad():
-            for there, row, version in self._copies:
-                if version_of(row) != version:
-                    there.copy_(row)
-
-    def _own(self, x: Tensor) -> Tensor:
+    @staticmethod
+    def of(x: Tensor, start: int, coordinate: Iterable[int]) -> _Row:
+        for at in coordinate:
+            x = x.select(start, at)
+        if x.requires_grad or x.is_inference():
+            return _Row(x, x, 0)
         is_kept = x.device.type == "cpu" and x.is_pinned()  # what memory it is counts
         with torch.inference_mode(False):  # an inference tensor would count no writes
-            row = x.data if is_kept else x.detach().clone()
-        self._copies.append((x, row, version_of(row)))
-        return row
+            own = x.data if is_kept else x.detach().clone()
+        return _Row(x, own, version_of(own))
+
+    def write_back(self) -> None:
+        if self.own is not self.given and version_of(self.own) != self.version:
+            with torch.no_grad():
+                self.given.copy_(self.own)
 
 
 def _stacked(results: Sequence[Any], sizes: tuple[int, ...]) -> Any:

@@ -45,7 +45,6 @@ class _Meeting:
     """One collective: what each of its ranks passed, and the results that were not waited for yet."""
 
     members: Sequence[int]
-    op: Collective
     name: str
     given: dict[int, Tensor] = field(default_factory=dict)
     results: dict[int, Tensor] = field(default_factory=dict)
@@ -112,7 +111,7 @@ class Run:
             raise RuntimeError(f"{self._failure}\nRank {rank} cannot issue {op} any more.")
         number = self._issued[axis, rank] = self._issued.get((axis, rank), 0) + 1
         name = describe(op) + ("" if op.law.shape else f" of shape {tuple(x.shape)}")
-        meeting = self._open.setdefault((axis, members, number), _Meeting(members, op, name))
+        meeting = self._open.setdefault((axis, members, number), _Meeting(members, name))
         if name != meeting.name:
             others = ", ".join(map(str, meeting.given))
             self._failure = (

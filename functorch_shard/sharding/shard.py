@@ -7,6 +7,7 @@ shards of all simulated ranks are stacked, and become whole buffers again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from ..layout.planning import named_tensors
 from ..layout.trees import Sharded, check_layout, check_sharded
 from ..layout.validation import check_whole, local_part
 from ..mesh.agreement import value_lines
-from ..mesh.axes import coordinate_of
 from ..storage.memory_kind import to_working_device
 from ..torch_internals.autograd import Function, eager, is_functorch_wrapped_tensor
 
@@ -239,7 +239,7 @@ def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout
     mesh = layout.mesh
     if not mesh.in_spmd or mesh.size == 1:
         return cut_buffer(tensors, buffer, layout)  # one process has the values of all
-    at = coordinate_of(source, tuple(mesh.axes.values()))
+    at = [*product(*map(range, mesh.axes.values()))][source]
     if mesh.is_simulated or mesh.rank == source:
         flat = to_working_device(pack(tensors, buffer).detach(), mesh.device)
     else:
