@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..containers import Static
 from ..torch_internals.autograd import active_modes, being_traced, eager, profiler_enabled
-from .collective import KINDS, Collective, Splits, collective, record
+from .collective import KINDS, Collective, collective, record
 
 
 class Work:
@@ -184,27 +184,14 @@ class Axis(Static):
         return replace(self, key=key)
 
     @eager
-    def issue(
-        self,
-        kind: str,
-        x: Tensor,
-        *,
-        dtype: torch.dtype | None = None,
-        key: str = "",
-        dim: int = 0,
-        device: torch.device | None = None,
-        source: int = 0,
-        transient: bool = False,
-        splits: Splits = (),
-    ) -> Work:
+    def issue(self, kind: str, x: Tensor, *, dtype: torch.dtype | None = None, key: str = "", **how: Any) -> Work:
         """Start a collective over the ranks of this axis: the only way to one, so that all are counted and checked.
 
         ``x`` is the operand, see :class:`Backend`; the rest is of :class:`Collective`.
         """
         simulated = self.backend.simulated
         numel = x.numel() // max(len(x) * self.folded, 1) if simulated else x.numel()
-        what = kind, self.name, numel, dtype or x.dtype, key or self.key
-        op = collective(*what, dim, device, source, transient, splits)
+        op = collective(kind, self.name, numel, dtype or x.dtype, key or self.key, **how)
         if kind in KINDS and KINDS[kind].shape:
             op = replace(op, numel=_mean_sent(op, x.shape[int(simulated) :], self.size, self.folded))
         if active_modes() or profiler_enabled():  # who would miss it in a trace or a profile

@@ -263,7 +263,7 @@ def is_watched() -> bool:
 
 def record(op: Collective) -> None:
     """Show ``op`` to profilers and to ``testing.count_collectives``."""
-    if torch.compiler.is_compiling() or is_watched():
+    if is_watched():
         RECORD(op.kind, op.axis, op.numel, op.dtype, op.key)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from ctypes import string_at
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,18 +135,6 @@ def connect(num_processes: int, device: torch.device) -> None:
     if num_processes == dist.get_world_size():
         record(Collective("psum", "mesh", 1, torch.float32))
         dist.all_reduce(torch.zeros(1, device=device))
-
-
-@contextmanager
-def lost_ranks_named(what: str) -> Iterator[None]:
-    """A context that waits for ranks of the default group: an error that one of them caused names it."""
-    try:
-        yield
-    except RuntimeError as error:
-        from ..gloo.lost_ranks import raise_named
-
-        raise_named(error, what, dist.group.WORLD)
-        raise
 
 
 def in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -33,7 +33,7 @@ from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate, chain
 from threading import get_ident, main_thread
-from typing import Any
+from typing import Any, NoReturn
 from weakref import finalize
 
 import torch
@@ -213,7 +213,6 @@ class Call:
             self.arrived = self.work.get_future()
         except RuntimeError as error:
             self._raise_named(error)
-            raise
         guard.unverified.append(self)
         guard.number, guard.is_sending = self.number, False
         return got
@@ -239,9 +238,8 @@ class Call:
                 self.works.pop(0).wait()
         except RuntimeError as error:
             self._raise_named(error)
-            raise
 
-    def _raise_named(self, error: RuntimeError) -> None:
+    def _raise_named(self, error: RuntimeError) -> NoReturn:
         raise_named(error, f"{self.op} on axis {self.op.axis!r}", self.guard.group)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist  # for the store of the job and for who is in a group; no collectives
 
@@ -35,17 +35,18 @@ _NO_STORE = (
 )
 
 
-def raise_named(error: RuntimeError, what: str, group: Any) -> None:
-    """Raise an error that names the ranks because of which ``what`` failed; return where none is missing."""
+def raise_named(error: RuntimeError, what: str, group: Any = None) -> NoReturn:
+    """Raise an error that names the ranks because of which ``what`` failed, or ``error`` where none is missing."""
     if isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST):
         with suppress(ValueError):  # the process group was destroyed meanwhile: there is no store to ask
-            window, found = window_of(timeout_of(group)), list[str]()
+            window, found = window_of(timeout_of(group or dist.group.WORLD)), list[str]()
             args = job_store(), what, dist.get_process_group_ranks(group), window, found.append
             thread = Thread(target=_call_roll, args=args, name="functorch_shard lost ranks", daemon=True)
             thread.start()
             thread.join(3 * window)  # a store whose host is stopped does not answer in time, or ever
             if text := found[0] if found else _NO_STORE:
                 raise RuntimeError(f"{what} failed: {text}") from error
+    raise error
 
 
 def window_of(timeout: timedelta) -> float:

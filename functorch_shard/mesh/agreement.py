@@ -42,8 +42,9 @@ def agree(
     digest = bytes(32) if error else hashlib.sha256("\n".join(lines).encode()).digest()
     if len(set(_gather_bytes(digest, axes, device))) == 1 and not error:
         return value  # pyright: ignore[reportReturnType]
-    own = json.dumps([f"{type(error).__name__}: {error}" if error else None, lines])
-    reports = [json.loads(report) for report in gather_texts(own, axes, device)]
+    own = json.dumps([f"{type(error).__name__}: {error}" if error else None, lines]).encode()
+    lengths = [int.from_bytes(size, "big") for size in _gather_bytes(len(own).to_bytes(8, "big"), axes, device)]
+    reports = [json.loads(row) for row in _gather_bytes(own.ljust(max(lengths)), axes, device)]
     if error:
         raise error
     for rank, (failed, _) in enumerate(reports):
@@ -56,16 +57,6 @@ def agree(
                 f"  rank {rank}: {difference[1]}\n{advice}"
             )
     raise AssertionError("digests differ but lines do not")
-
-
-def gather_texts(text: str, axes: Sequence[Axis], device: torch.device) -> list[str]:
-    """Return ``text`` of every rank, by rank: an all-gather of 8 bytes per axis, one more unless all are empty."""
-    data = text.encode()
-    lengths = [int.from_bytes(size, "big") for size in _gather_bytes(len(data).to_bytes(8, "big"), axes, device)]
-    if not any(lengths):
-        return [""] * len(lengths)
-    padded = _gather_bytes(data.ljust(max(lengths)), axes, device)
-    return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 
 
 def _gather_bytes(data: bytes, axes: Sequence[Axis], device: torch.device) -> list[bytes]:

@@ -24,7 +24,7 @@ from ..containers import Static, opened
 from ..errors import axes_text
 from ..torch_internals.autograd import eager
 from ..torch_internals.tensors import whole_mesh
-from .agreement import agree, gather_texts
+from .agreement import agree
 from .axes import Wrapper, backend_of, check_axes, group_axis, joint_backend, with_index, wrapped
 from .spmd import BatchedRanks, Simulated, split_tensor
 
@@ -298,13 +298,8 @@ class Mesh(Static):
 
     def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]], *advice: str) -> T:
         """``build()``, made sure to be the same on every rank; see ``agreement.agree``."""
-        real = self._several()
+        real = [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
         return agree(verb, build, describe, real, self.device, *advice) if real else build()
-
-    def gather_texts(self, text: str) -> list[str]:
-        """``text`` of every real rank, in rank order; see ``agreement.gather_texts``. Of simulated ranks, the one."""
-        real = self._several()
-        return gather_texts(text, real, self.device) if real else [text]
 
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
@@ -341,9 +336,6 @@ class Mesh(Static):
                 "that has all axes, for example Mesh.from_device_mesh(device_mesh['shard'])."
             )
         return Mesh.from_device_mesh(whole[names])
-
-    def _several(self) -> list[Axis]:
-        return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self

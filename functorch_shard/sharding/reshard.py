@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import CALLED_INSIDE, refuse_derivatives
-from ..communication.process_group import connect, exchange, lost_ranks_named
+from ..communication.process_group import connect, exchange
 from ..communication.simulated import RUN
 from ..containers import place
 from ..errors import name_problems, reject
@@ -78,10 +78,15 @@ def reshard(tree: Tree, layout: Layout) -> Tree:
         moves = mesh.agree("reshard", begin, lambda moves: [line for move in moves for line in move.lines()])
     else:
         moves = begin()
-    with lost_ranks_named("reshard"), torch.inference_mode(False), torch.no_grad():
-        if moves and moves[0].old_ranks:
-            connect(len(moves[0].old_ranks), layout.mesh.device)
-        made = iter([move.made() for move in moves])
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            if moves and moves[0].old_ranks:
+                connect(len(moves[0].old_ranks), layout.mesh.device)
+            made = iter([move.made() for move in moves])
+    except RuntimeError as error:
+        from ..gloo.lost_ranks import raise_named
+
+        raise_named(error, "reshard")
     moved: Any = optree.tree_map(lambda x: next(made) if is_node(x) else x, given, is_leaf=is_node, none_is_leaf=True)
     return moved
 

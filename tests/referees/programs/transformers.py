@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -135,11 +136,15 @@ def exported(where: Where) -> dict[str, Any]:
         if isinstance(where, int):
             model.save_pretrained(folder)
             return _read(model, folder)
-        directory = where.gather_texts(f"{folder}/model")[0]  # of the first rank
+        folders = [f"{folder}/model"]
+        if dist.is_initialized():
+            dist.broadcast_object_list(folders)
+        (directory,) = folders  # of the first rank
         fs.checkpoint.export_safetensors(directory, fs.shard(model, fs.plan(model, where)))
         model.config.save_pretrained(directory)
         result = _read(model, directory)
-        where.gather_texts("read")  # the directory stays until all have read it
+        if dist.is_initialized():
+            dist.barrier()  # the directory stays until all have read it
         return result
 
 
