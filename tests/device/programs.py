@@ -22,19 +22,20 @@ BUFFERS = DEPTH + 2  # of a stack
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
 
 
 class Stack(nn.Module):
-    def __init__(self, checkpoints: bool = False) -> None:
+    def __init__(self, checkpoints: bool, dropout: float) -> None:
         super().__init__()
         self.inp, self.out, self.checkpoints = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3), checkpoints
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(DEPTH))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -43,10 +44,12 @@ class Stack(nn.Module):
         return self.out(x)
 
 
-def stack(mesh: fs.Mesh, checkpoints: bool = False, **options: Any) -> tuple[nn.Module, fs.Sharded, Tensor]:
+def stack(
+    mesh: fs.Mesh, checkpoints: bool = False, dropout: float = 0.0, **options: Any
+) -> tuple[nn.Module, fs.Sharded, Tensor]:
     """A model, its shards and this rank's samples."""
     torch.manual_seed(0)
-    model = Stack(checkpoints).to(mesh.device)
+    model = Stack(checkpoints, dropout).to(mesh.device)
     samples = torch.randn(mesh.size * BATCH, 5).to(mesh.device)
     return model, fs.shard(model, fs.plan(model, mesh, units="blocks", **options)), mesh.split(samples)
 

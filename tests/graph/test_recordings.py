@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch.fx import GraphModule
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.graph.test_replay import WIDTH, Net, Step, checkpoints, of, rows
+from tests.device.programs import train
+from tests.graph.test_replay import WIDTH, Step, of, rows
+from tests.support.models import equal_units
 from tests.support.ranks import gloo, on_each, simulated
 
 
@@ -82,14 +85,14 @@ def test_grad_mode_and_autocast_around_a_call_have_recordings_of_their_own() -> 
 
 @on_each([*simulated(3), *gloo(2)])
 def test_another_handle_of_the_same_ranks_has_a_recording_of_its_own(mesh: fs.Mesh) -> None:
-    params, loss = of(mesh, Net())
+    params, loss = of(mesh)
     compiled = fs.compile(lambda p, x: p.layout.mesh.spmd(fs.grad(loss))(p, x), backend="replay")
     compiled(params, rows(mesh, 0))
     counter = fs.communication.Counter()
     counted = params.on(mesh.with_backend(counter))
     assert compiled(counted, rows(mesh, 0)).layout.mesh is counted.layout.mesh
     first = counter["shard", "psum_scatter"].number
-    assert first == 3
+    assert first == 5
     compiled(counted, rows(mesh, 1))
     assert counter["shard", "psum_scatter"].number == (first if mesh.is_simulated else 2 * first)
     assert len(compiled.schedules) == 2
@@ -164,19 +167,20 @@ def test_inside_of_a_transform_it_is_the_step_itself() -> None:
 
 
 def refused(mesh: fs.Mesh, what: str) -> str:
-    net = Net()
-    params, loss = of(mesh, net)
+    params, loss = of(mesh)
     steps: dict[str, Step] = {
         ".item()": lambda p, x: loss(p, x).item(),
         "an if": lambda p, x: p if loss(p, x) > 0 else x,
         "a mask": lambda p, x: x[x > 0],
         "its own generator": lambda p, x: torch.randn(3, generator=torch.Generator().manual_seed(0)),
         "a seed": lambda p, x: torch.manual_seed(0) and torch.randn(3),
-        "a plan": lambda p, x: fs.plan(net, mesh) and x,
-        "a checkpoint that draws": checkpoints(mesh, dropout=0.5)[1],
+        "a plan": lambda p, x: fs.plan(equal_units(), mesh) and x,
     }
+    call: Any = partial(train, mesh, backend="replay", checkpoints=True, dropout=0.5)
+    if what in steps:
+        call = partial(fs.compile(steps[what], backend="replay"), params, rows(mesh, 0))
     with pytest.raises(NotImplementedError) as error:
-        fs.compile(steps[what], backend="replay")(params, rows(mesh, 0))
+        call()
     return str(error.value)
 
 
@@ -199,9 +203,9 @@ def test_what_a_graph_cannot_have_is_refused_on_every_rank_with_its_line(what: s
 
 @on_each(gloo(2))
 def test_ranks_that_record_different_programs_learn_the_first_difference(mesh: fs.Mesh) -> None:
-    params, loss = of(mesh, Net())
+    params, loss = of(mesh)
     other = fs.global_norm if mesh.rank else fs.all_finite
-    first = "rank 0: 3: pmax of 1 int64 over 'shard'\n  rank 1: 3: psum of 1 float"
+    first = "rank 0: 5: pmax of 1 int64 over 'shard'\n  rank 1: 5: psum of 1 float"
     with pytest.raises(RuntimeError, match=f"compile: the ranks disagree. First difference:\n  {first}"):
         fs.compile(lambda p, x: (loss(p, x), other(p)), backend="replay")(params, rows(mesh, 0))
 
@@ -230,7 +234,7 @@ class Trainer:
     """Keeps parameters, and what it logs, as attributes."""
 
     def __init__(self, mesh: fs.Mesh) -> None:
-        self.params, self.loss = of(mesh, Net())
+        self.params, self.loss = of(mesh)
         self.opt = fs.optimizer(torch.optim.AdamW)
         self.state, self.mask, self.logged = self.opt.init(self.params), None, []
 

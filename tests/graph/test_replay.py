@@ -14,75 +14,50 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.device.programs import train
 from tests.support.differentiated import Program, data
+from tests.support.models import equal_units
 from tests.support.ranks import Ranks, gloo, on_each, simulated
 
-WIDTH = 33
+WIDTH = 5
 Step = Callable[[fs.Sharded, Tensor], Any]
 Made = tuple[fs.Sharded, Step]
 
 
-class Net(nn.Module):
-    """Blocks with dropout, behind checkpoints or not."""
-
-    def __init__(self, dropout: float = 0.0, checkpoints: bool = False) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        with torch.no_grad():
-            for p in self.parameters():
-                p.normal_(0, 0.3, generator=generator)
-        self.dropout, self.checkpoints = nn.Dropout(dropout), checkpoints
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(self.one, block, x, use_reentrant=False) if self.checkpoints else self.one(block, x)
-        return x
-
-    def one(self, block: nn.Module, x: Tensor) -> Tensor:
-        return self.dropout(block(x).tanh())
-
-
 def rows(mesh: fs.Mesh, seed: int) -> Tensor:
-    return mesh.split(torch.randn(4 * mesh.size, WIDTH, generator=torch.Generator().manual_seed(seed)))
+    return mesh.split(torch.randn(4 * mesh.size, WIDTH, generator=torch.Generator().manual_seed(seed)).double())
 
 
-def of(mesh: fs.Mesh, net: nn.Module, gather: Any = fs.gather) -> tuple[fs.Sharded, Callable[..., Tensor]]:
+def of(
+    mesh: fs.Mesh, gather: Any = fs.gather, net: nn.Module | None = None
+) -> tuple[fs.Sharded, Callable[..., Tensor]]:
     """Parameters, and a loss of them."""
+    model = net or equal_units()
 
     def loss(params: fs.Sharded, x: Tensor) -> Tensor:
-        return functional_call(net, gather(params), (x,)).square().mean()
+        return functional_call(model, gather(params), (x,)).square().mean()
 
-    return fs.shard(net, fs.plan(net, mesh)), loss
+    return fs.shard(model, fs.plan(model, mesh)), loss
 
 
-def gradient(mesh: fs.Mesh, net: nn.Module, gather: Any = fs.gather) -> Made:
-    params, loss = of(mesh, net, gather)
+def gradient(mesh: fs.Mesh, gather: Any) -> Made:
+    params, loss = of(mesh, gather)
     return params, fs.grad_and_value(loss)
 
 
 def buffers(mesh: fs.Mesh) -> Made:
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    params, _ = of(mesh, net)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double()
+    params, _ = of(mesh, net=net)
     given = dict(net.named_buffers())
     return params, lambda p, x: (fs.apply(net, p, given, x), fs.global_norm(p))
 
 
-def checkpoints(mesh: fs.Mesh, dropout: float = 0.0) -> Made:
-    net = Net(dropout, checkpoints=True)
-    params, _ = of(mesh, net)
-    return params, fs.grad_and_value(lambda p, x: fs.bind(net, p)(x).square().mean())
-
-
 MADE: dict[str, Callable[[fs.Mesh], Made]] = {
-    "dropout": lambda mesh: gradient(mesh, Net(dropout=0.5)),
-    "gathered at once": lambda mesh: gradient(mesh, Net(), lambda p: fs.gather(p, lazy=False)),
-    "encoded": lambda mesh: gradient(mesh, Net(), lambda p: fs.gather(p, codec=fs.codecs.int8())),
+    "gathered at once": lambda mesh: gradient(mesh, lambda p: fs.gather(p, lazy=False)),
+    "encoded": lambda mesh: gradient(mesh, lambda p: fs.gather(p, codec=fs.codecs.int8())),
     "buffers": buffers,
 }
 TRAINED: dict[str, dict[str, Any]] = {  # options of whole steps of AdamW
@@ -92,6 +67,7 @@ TRAINED: dict[str, dict[str, Any]] = {  # options of whole steps of AdamW
     "loss scale": {"scaling": fs.LossScale.dynamic(initial=64.0)},
     "kept": {"reshard_after_forward": False},
     "checkpoints": {"checkpoints": True},
+    "dropout": {"dropout": 0.5},
 }
 
 
@@ -132,8 +108,8 @@ def test_codecs_are_refused_by_compilers() -> None:
 
 @on_each(gloo(2))
 def test_a_module_of_its_own_buffers_counts_each_call_once(mesh: fs.Mesh) -> None:
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    params, loss = of(mesh, net)
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).double()
+    params, loss = of(mesh, net=net)
     compiled = fs.compile(fs.grad(loss), backend="replay")
     for i in range(1, 4):
         compiled(params, rows(mesh, i))
