@@ -198,7 +198,7 @@ class Session:
         self._streams = streams_of(layout.mesh.device)
         self.rank: object = None  # of ranks that are threads, the one that gathered
         self.reductions = Reductions(partial(_put, offloaded, self._streams))
-        self._order = use_order(layout)
+        self._order = UseOrder(layout)
         self._buffers: dict[int, dict[Part, UnitBuffers]] = {}
         self._resident: dict[int, list[UnitBuffers]] = {}  # from the least to the most recently used unit
 
@@ -254,12 +254,12 @@ class Session:
         unit, now = buffers.part.unit, backward_pass()
         if unit != self._order.current:  # the most recently used one from now on
             self._resident[unit] = self._resident.pop(unit, [])
-        decision = self._order.arrive(unit, now, self._resident, torch.is_grad_enabled())
-        for other in decision.evict:
+        evict, fetch = self._order.arrive(unit, now, self._resident, torch.is_grad_enabled())
+        for other in evict:
             for evicted in self._resident.pop(other):
                 evicted.drop()
         self._fetch(buffers, now)
-        for other in decision.fetch:  # before waiting for this one: the network is never idle
+        for other in fetch:  # before waiting for this one: the network is never idle
             for ahead in self._buffers.get(other, {}).values():
                 if ahead.left_in != now:
                     self._fetch(ahead, now)
@@ -274,29 +274,18 @@ class Session:
         buffers.start()
 
 
-class Decision(NamedTuple):
-    """What to do when a unit is used: units to free at once, and units to gather after it, in this order."""
-
-    fetch: tuple[int, ...] = ()
-    evict: tuple[int, ...] = ()
-
-
 class UseOrder:
-    """The order in which the units of one ``gather`` were used, and the decisions that follow from it.
+    """The order in which the units of one ``gather`` were used, and what to do next by it."""
 
-    At first it is ``expected``. The ``small`` units stay once they are gathered; if it ``keeps`` units, all do.
-    Backward seldom needs the first ``frozen_in_front`` units, which are those before the first trainable one.
-    """
-
-    def __init__(
-        self,
-        expected: Sequence[int],
-        small: Set[int] = frozenset(),
-        frozen_in_front: int = 0,
-        keeps: bool = False,
-    ) -> None:
+    def __init__(self, layout: Layout) -> None:
+        if UseOrder not in layout.derived:
+            small = small_units(layout)
+            trainable = (i for i, unit in enumerate(layout.units) if any(buffer.trainable for buffer in unit.buffers))
+            layout.derived[UseOrder] = expected_order(layout, small), small, next(trainable, 0)
+        # which come next at first, which stay, and how many are frozen in front, which backward seldom needs
+        expected, self._small, self._frozen_in_front = layout.derived[UseOrder]
+        self._keeps = not layout.reshard_after_forward
         self.current: int | None = None
-        self._small, self._keeps, self._frozen_in_front = small, keeps, frozen_in_front
         self._next: dict[tuple[int | None, int], int] = {}  # of a unit that came after another one
         self._next.update(zip(zip([None, *expected], expected, strict=False), expected[1:], strict=False))
         self._last: tuple[int | None, int | None] = None, None  # the last two in forward
@@ -305,22 +294,24 @@ class UseOrder:
         self._position = 0  # in that list, of the backward pass
         self._end = 0  # where in that list backward ends
 
-    def arrive(self, unit: int, backward_pass: int, resident: Iterable[int], with_graph: bool = True) -> Decision:
-        """Decide when ``unit`` is used, of ``resident`` ones, from the least to the most recently used.
+    def arrive(
+        self, unit: int, backward_pass: int, resident: Iterable[int], with_graph: bool
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return units to free and units to gather behind ``unit``, which is used now.
 
-        ``with_graph``: a backward pass may follow this forward.
+        ``resident`` ones come from the least to the most recently used. ``with_graph``: backward may follow.
         """
         if unit == self.current or unit in self._small:
-            return Decision()
+            return (), ()
         self.current = unit
         ahead = self._forward(unit, with_graph) if backward_pass == NO_PASS else self._backward(unit, backward_pass)
         large = [other for other in resident if other not in self._small and other != unit]
         kept = large[-1:] if ahead is None else [ahead]  # where none follows, the last one may stay
-        evict = () if self._keeps else tuple([other for other in large if other not in kept])
+        evict = [] if self._keeps else [other for other in large if other not in kept]
         if ahead is None:
-            return Decision(evict=evict)
+            return evict, ()
         on_the_way = [other for other in range(unit + 1, ahead) if other in self._small] if self._small else ()
-        return Decision((*on_the_way, ahead), evict)
+        return evict, [*on_the_way, ahead]
 
     def _forward(self, unit: int, with_graph: bool) -> int | None:
         before, last = self._last
@@ -343,15 +334,6 @@ class UseOrder:
         ahead = i + (1 if i > self._position else -1)
         self._position = i
         return self._used[ahead] if self._end <= ahead < len(self._used) and self._used[ahead] != unit else None
-
-
-def use_order(layout: Layout) -> UseOrder:
-    """The policy of a ``gather`` with ``layout``, before anything was used."""
-    if UseOrder not in layout.derived:
-        small = small_units(layout)
-        trainable = (i for i, unit in enumerate(layout.units) if any(buffer.trainable for buffer in unit.buffers))
-        layout.derived.update({UseOrder: (expected_order(layout, small), small, next(trainable, 0))})
-    return UseOrder(*layout.derived[UseOrder], keeps=not layout.reshard_after_forward)
 
 
 def small_units(layout: Layout) -> frozenset[int]:

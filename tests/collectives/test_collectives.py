@@ -154,13 +154,6 @@ def test_an_axis_of_one_rank_sends_nothing() -> None:
         assert axis_index(fs.init_mesh()).item() == 0
 
 
-def test_a_value_that_no_rank_changed_is_gathered_once_for_each() -> None:
-    mesh = fs.simulated_mesh(3)
-    same = torch.tensor([1.0, 2.0])
-    assert torch.equal(mesh.spmd(lambda: all_gather(same, mesh), out_dims=None)(), same.repeat(3))
-    assert torch.equal(mesh.spmd(lambda: psum(same, mesh), out_dims=None)(), 3 * same)
-
-
 def test_inputs_are_never_written_to() -> None:
     mesh = fs.simulated_mesh(2)
     rows = torch.randn(2, 4)
