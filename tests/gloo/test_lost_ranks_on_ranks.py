@@ -29,66 +29,37 @@ from tests.support.scripts import free_port
 PATIENCE = 4  # seconds that a group waits
 WINDOW = failures.window_of(timedelta(seconds=PATIENCE))
 KILL_AFTER = 60  # seconds for all ranks of one case
-Step = Callable[[fs.Mesh, Callable[[], None]], Any]
+Step = Callable[[fs.Mesh, Callable[[], Any]], Any]
+EXIT, STALL = partial(os._exit, 1), partial(time.sleep, KILL_AFTER)
+RAISE = partial(int, "a bug on this rank")
+KILL, FREEZE = (partial(signal.raise_signal, number) for number in (signal.SIGKILL, signal.SIGSTOP))
 
 
-def end_by_exit() -> None:
-    os._exit(1)
+def train(mesh: fs.Mesh, happens: Callable[[], Any], in_backward: bool) -> None:
+    def at_the_second_layer(layer: nn.Module, args: Any, y: Tensor) -> None:
+        if in_backward:
+            y.register_hook(lambda grad: happens())
+        else:
+            happens()
 
-
-def end_by_exception() -> None:
-    raise ValueError("a bug on this rank")
-
-
-def end_by_kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def freeze() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def stall() -> None:
-    time.sleep(KILL_AFTER)
-
-
-class Stop(nn.Module):
-    """Passes values on; something happens there in forward, or in backward."""
-
-    def __init__(self, forward: Callable[[], None] = lambda: None, backward: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
-        self._at = forward, backward
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._at[0]()
-        y = x * 1
-        y.register_hook(lambda grad: self._at[1]())
-        return y
-
-
-def train(mesh: fs.Mesh, stop: Stop) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), stop, nn.Linear(5, 3), nn.Linear(3, 5))
-    params = fs.shard(model, fs.plan(model, mesh, units=[["0"], ["1"], ["3"], ["4"]]))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 5))
+    model[1].register_forward_hook(at_the_second_layer)
+    params = fs.shard(model, fs.plan(model, mesh, units=[["0"], ["1"], ["2"], ["3"]]))
     leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
     torch.func.functional_call(model, fs.gather(leaves), (torch.ones(2, 5),)).sum().backward()
 
 
-def in_forward(mesh: fs.Mesh, happens: Callable[[], None]) -> None:
-    train(mesh, Stop(forward=happens))
+in_forward, in_backward = (partial(train, in_backward=backward) for backward in (False, True))
 
 
-def in_backward(mesh: fs.Mesh, happens: Callable[[], None]) -> None:
-    train(mesh, Stop(backward=happens))
-
-
-def in_psum(mesh: fs.Mesh, happens: Callable[[], None]) -> None:
+def in_psum(mesh: fs.Mesh, happens: Callable[[], Any]) -> None:
     psum(torch.ones(3), mesh)
     happens()
     psum(torch.ones(3), mesh)
 
 
-def in_reshard(mesh: fs.Mesh, happens: Callable[[], None]) -> None:
+def in_reshard(mesh: fs.Mesh, happens: Callable[[], Any]) -> None:
     model = nn.Linear(5, 7)
     old, new = fs.plan(model, mesh), fs.plan(model, mesh, labels=lambda name, x: name)
     params = fs.shard(model, old)
@@ -97,7 +68,7 @@ def in_reshard(mesh: fs.Mesh, happens: Callable[[], None]) -> None:
         fs.reshard(params, new)
 
 
-def lose(victim: int, how: Callable[[], None], step: Step, axes: Mapping[str, int], folder: str, port: int) -> None:
+def lose(victim: int, how: Callable[[], Any], step: Step, axes: Mapping[str, int], folder: str, port: int) -> None:
     """On every rank: do the step, in which one is lost, and write down what the others report."""
     torch.set_num_threads(1)
     mesh = fs.init_mesh(axes, device="cpu", timeout=PATIENCE)
@@ -119,7 +90,7 @@ def on_rank(rank: int, num_ranks: int, port: int, work: Callable[[], None]) -> N
 
 
 def reported_by_survivors(
-    folder: Path, victim: int, how: Callable[[], None], step: Step, axes: Mapping[str, int]
+    folder: Path, victim: int, how: Callable[[], Any], step: Step, axes: Mapping[str, int]
 ) -> dict[int, tuple[str, str, float]]:
     """What each rank but the victim reported, its cause, and after how many seconds; as in a job without torchrun."""
     num_ranks, port = fs.simulated_mesh(axes).size, free_port()
@@ -154,14 +125,14 @@ def assert_each_names(victim: int, answers: Mapping[int, tuple[str, str, float]]
 GATHER, REDUCTION = (rf"{kind} of \d+ float32 for '\d' on axis 'shard'" for kind in ("all_gather", "psum_scatter"))
 PSUM = r"psum of 3 float32 on axis '\w+'"
 ANY = r"(all_gather|psum_scatter|psum) of \d+ float32 for '\d' on axis '\w+'"
-CASES: dict[str, tuple[int, Callable[[], None], Step, dict[str, int], str]] = {
-    "exits in forward": (2, end_by_exit, in_forward, {"shard": 3}, GATHER),
-    "raises in backward": (1, end_by_exception, in_backward, {"shard": 3}, f"{GATHER}|{REDUCTION}"),
-    "killed before a psum": (1, end_by_kill, in_psum, {"shard": 2}, PSUM),
-    "stalls in forward": (1, stall, in_forward, {"shard": 3}, GATHER),
-    "exits before a reshard": (1, end_by_exit, in_reshard, {"shard": 2}, "reshard"),
-    "2x2 exits in backward": (3, end_by_exit, in_backward, {"replicate": 2, "shard": 2}, ANY),
-    "2x2 stalls in forward": (1, stall, in_forward, {"replicate": 2, "shard": 2}, ANY),
+CASES: dict[str, tuple[int, Callable[[], Any], Step, dict[str, int], str]] = {
+    "exits in forward": (2, EXIT, in_forward, {"shard": 3}, GATHER),
+    "raises in backward": (1, RAISE, in_backward, {"shard": 3}, f"{GATHER}|{REDUCTION}"),
+    "killed before a psum": (1, KILL, in_psum, {"shard": 2}, PSUM),
+    "stalls in forward": (1, STALL, in_forward, {"shard": 3}, GATHER),
+    "exits before a reshard": (1, EXIT, in_reshard, {"shard": 2}, "reshard"),
+    "2x2 exits in backward": (3, EXIT, in_backward, {"replicate": 2, "shard": 2}, ANY),
+    "2x2 stalls in forward": (1, STALL, in_forward, {"replicate": 2, "shard": 2}, ANY),
 }
 
 
@@ -174,8 +145,8 @@ def test_every_rank_that_is_left_names_the_one_that_is_lost(case: str, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [end_by_kill, freeze])
-def test_the_rank_that_hosts_the_store_is_named_as_well(how: Callable[[], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [KILL, FREEZE], ids=["killed", "stopped"])
+def test_the_rank_that_hosts_the_store_is_named_as_well(how: Callable[[], Any], tmp_path: Path) -> None:
     answers = reported_by_survivors(tmp_path, 0, how, in_psum, {"shard": 3})
     assert len(answers) == 2
     for text, cause, _ in answers.values():
@@ -216,14 +187,3 @@ def test_a_rank_of_another_row_and_one_that_others_named_repeat_the_first_conclu
         with patch.object(dist, "get_rank", lambda rank=rank: rank), patch.object(dist, "get_world_size", lambda: 4):
             failures._call_roll(store, "psum of 'y'", [1, 2], 0.2, found.append)
         assert found == [first]
-
-
-@pytest.mark.parametrize("timeout", [0, -1.0, timedelta()])
-def test_a_timeout_is_above_zero(timeout: Any) -> None:
-    with pytest.raises(ValueError, match=r"timeout: got .*, expected more than 0 seconds"):
-        fs.init_mesh(timeout=timeout)
-
-
-def test_one_rank_alone_waits_for_nobody() -> None:
-    with pytest.raises(ValueError, match="timeout: got 3, but the process group is made for one rank: omit it"):
-        fs.init_mesh(timeout=3)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import functorch_shard as fs
@@ -42,6 +43,7 @@ def on_this_rank(start: Callable[..., None], folder: str, axes: dict[str, int]) 
     with pytest.raises(ValueError, match=r"timeout: got 4, but the process group exists already: pass its timeout to"):
         fs.init_mesh(axes, timeout=4)
     mesh = fs.init_mesh(axes, device="cpu")
+    fs.checkpoint.save(f"{folder}/saved", {"x": torch.ones(3)})  # of no layout: by all ranks of the job
     backends: list[Any] = [axis.backend for axis in mesh]
     waits = {timeout_of(backend.group).total_seconds() for backend in backends}
     return {type(backend) for backend in backends}, waits, train(mesh, *PROGRAM)

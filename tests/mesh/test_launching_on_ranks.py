@@ -60,6 +60,7 @@ def test_one_process_is_one_rank(names: dict[str, str], environment: pytest.Monk
     for name, value in names.items():
         environment.setenv(name, value)
     assert fs.init_mesh().axes == {"shard": 1}
+    assert "timeout: got 3, but the process group is made for one rank: omit it" in refused(fs.init_mesh, timeout=3)
 
 
 def test_a_process_that_a_rank_started_is_refused_before_it_waits_for_others(environment: pytest.MonkeyPatch) -> None:
@@ -68,7 +69,8 @@ def test_a_process_that_a_rank_started_is_refused_before_it_waits_for_others(env
     text = refused(fs.init_mesh, 1)
     assert "shard=1 makes 1 ranks, but there are 2 (WORLD_SIZE, which" in text
     assert "env -u RANK -u WORLD_SIZE" in text
-    assert "timeout: got 0, expected more than 0 seconds" in refused(fs.init_mesh, timeout=0)
+    for timeout in (0, -1.0, timedelta()):
+        assert f"timeout: got {timeout}, expected more than 0 seconds" in refused(fs.init_mesh, timeout=timeout)
 
 
 STARTS_ANOTHER = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from collections import namedtuple
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from functorch_shard.mesh.init import choose_device
 from functorch_shard.testing import assert_trees_close
 from tests.support.ranks import gloo, on_each, sequential, simulated
 from tests.support.refusals import refused
-from tests.support.scripts import exit_code_of
 
 Pair = namedtuple("Pair", "left right")
 
@@ -47,23 +45,6 @@ def test_sizes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
     assert "each of size 1 or more, got replicate=2 x shard=0" in refused(fs.init_mesh, {"replicate": 2, "shard": -1})
     assert "expected at least one axis" in refused(fs.simulated_mesh, {})
     assert "each of size 1 or more" in refused(fs.init_mesh, {"a": -1, "b": -1})
-
-
-OF_THE_USERS_GROUP = """
-import tempfile
-import torch, torch.distributed as dist, functorch_shard as fs
-dist.init_process_group("cpu:gloo")
-params = fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, fs.init_mesh(device="cpu")))
-with tempfile.TemporaryDirectory() as folder:
-    for tree in (params, {"x": torch.ones(3)}):
-        fs.checkpoint.save(f"{folder}/{len(tree)}-{type(tree).__name__}", tree)
-dist.destroy_process_group()
-"""
-
-
-def test_a_process_group_that_the_program_made_itself_is_as_good() -> None:
-    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    assert exit_code_of(OF_THE_USERS_GROUP, environ={**os.environ, **job}) == 0
 
 
 # What init_mesh() is given, what the group that exists has, whether there is CUDA, and where the ranks work.
