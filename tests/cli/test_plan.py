@@ -17,14 +17,8 @@ ROOT = Path(__file__).parents[2]
 HERE = "tests.cli.test_plan:"
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(256, 256)
-
-
 def build() -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(1000, 256), *(Block() for _ in range(4)))
+    return nn.Sequential(nn.Embedding(1000, 256), *(nn.Sequential(nn.Linear(256, 256)) for _ in range(4)))
 
 
 def devices() -> nn.Module:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -73,15 +72,11 @@ def test_the_graph_never_holds_all_units() -> None:
     assert gpt()["largest"] < gpt()["peak"] < min(gpt()["whole"], 6 * gpt()["largest"] + 40e6)
 
 
-class Four(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+LAYERS = 4
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = F.relu(block(x))
-        return x
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(LAYERS)))
 
 
 def compiled_by_inductor(mesh: fs.Mesh) -> tuple[list[Tensor], list[Tensor], str]:
@@ -89,7 +84,7 @@ def compiled_by_inductor(mesh: fs.Mesh) -> tuple[list[Tensor], list[Tensor], str
     from torch._inductor.utils import run_and_get_code
 
     torch.manual_seed(0)
-    model = Four()
+    model = layers()
     params = fs.shard(model, fs.plan(model, mesh))
     opt = fs.optimizer(torch.optim.AdamW)
 
@@ -126,8 +121,8 @@ def test_inductor_trains_as_the_eager_step_and_keeps_products_between_a_start_an
     kinds = {str(START): "start", str(WAIT): "wait", "extern_kernels.addmm(": "product"}
     lines = [line for line in code[code.index("def call(") :].splitlines() if not line.strip().startswith("#")]
     marks = [kind for line in lines for mark, kind in kinds.items() if f" {mark}" in line or f"{mark}(" in line]
-    forward = marks[: 3 * len(Four().blocks)]
-    assert sorted(forward) == sorted(["start", "wait", "product"] * len(Four().blocks))
+    forward = marks[: 3 * LAYERS]
+    assert sorted(forward) == sorted(["start", "wait", "product"] * LAYERS)
     starts, waits = ([i for i, mark in enumerate(forward) if mark == kind] for kind in ("start", "wait"))
     for start, wait in [*zip(starts, waits, strict=True)][1:]:
         assert "product" in forward[start:wait], forward
@@ -136,7 +131,7 @@ def test_inductor_trains_as_the_eager_step_and_keeps_products_between_a_start_an
 @on_each([*simulated(HYBRID), *gloo(2)])
 def test_a_trace_tells_the_traffic_of_a_call_without_a_call(mesh: fs.Mesh) -> None:
     counter = fs.communication.Counter()
-    mesh, model = mesh.with_backend(counter), Four()
+    mesh, model = mesh.with_backend(counter), layers()
     params = fs.shard(model, fs.plan(model, mesh))
     x = mesh.split(torch.zeros(2 * mesh.size, 64))
 
@@ -155,4 +150,4 @@ def test_a_trace_tells_the_traffic_of_a_call_without_a_call(mesh: fs.Mesh) -> No
         numbers = [getattr(counter[key], name) - getattr(before[key], name) for name in ("number", "nbytes", "sent")]
         assert numbers == [expected.number, expected.nbytes, expected.sent]
     assert compiled.schedules == [traced]
-    assert traced.number("psum_scatter") == len(model.blocks)
+    assert traced.number("psum_scatter") == LAYERS
