@@ -13,19 +13,9 @@ _HINTED = 5  # names that get a suggestion: each is compared with every known na
 def reject(verb: str, problems: Sequence[str], advice: str, kind: type[Exception] = ValueError) -> None:
     """Raise one ``kind`` that counts ``problems``, lists the first ones and ends with ``advice``, if there are any."""
     if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
-        raise kind("\n".join([f"{verb}: {count}", *(f"  {line}" for line in cut(problems)), advice]))
-
-
-def cut(lines: Sequence[str]) -> list[str]:
-    """The first lines, and the number of further ones."""
-    rest = len(lines) - SHOWN
-    return [*lines] if rest < 2 else [*lines[:SHOWN], f"... and {rest:,} more"]
-
-
-def listed(names: Iterable[object]) -> str:
-    """The first names, separated by commas, and the number of further ones."""
-    return ", ".join(cut([repr(name) for name in names])) or "none"
+        count, rest = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems", len(problems) - SHOWN
+        lines = [*problems] if rest < 2 else [*problems[:SHOWN], f"... and {rest:,} more"]
+        raise kind("\n".join([f"{verb}: {count}", *(f"  {line}" for line in lines), advice]))
 
 
 def name_problems(got: Iterable[str], expected: Iterable[str], allowed: Iterable[str] = ()) -> list[str]:
