@@ -30,7 +30,7 @@ import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, save, verify
 from functorch_shard.checkpoint.format import entries_of
 from functorch_shard.cli.main import main as command
-from tests.support.checkpoints import files_of
+from tests.support.checkpoints import files_of, flip_a_bit
 from tests.support.pool import run_ranks
 from tests.support.refusals import refused
 
@@ -39,12 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "functorch_shard.json"]  # of two ranks
 PARTS = [0.0, 0.0001, 0.01, 0.5, 0.9999]  # that are left of a file
-
-
-def flip_a_bit(file: Path, seed: int) -> None:
-    raw = bytearray(file.read_bytes())
-    raw[random.Random(seed).randrange(len(raw))] ^= 1 << seed
-    file.write_bytes(raw)
 
 
 class Evil:

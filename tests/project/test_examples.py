@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 import functorch_shard as fs
 from functorch_shard.testing import run_ranks
+from tests.support.checkpoints import flip_a_bit
 from tests.support.launching import ROOT, end, environ, start
 from tests.support.scripts import printed_by, printed_by_a_process
 
@@ -129,7 +130,7 @@ def test_a_job_that_is_told_to_end_saves_and_goes_on_as_if_undisturbed_past_a_da
     assert outcome(process) != validation_losses(whole), "it ended early"
     *_, before, newest = sorted(path for path in folder.iterdir() if path.name[0] == "0")
     assert not fs.checkpoint.verify(newest)
-    damage(newest / "__1_0.distcp")
+    flip_a_bit(newest / "__1_0.distcp", seed=0)
     assert fs.checkpoint.latest(folder, verify=True) == before
     assert validation_losses(printed_by_a_process(*command)[0]) == validation_losses(whole)
     assert [*folder.glob(f".damaged-*-{newest.name}")], "which was set aside"
@@ -166,13 +167,6 @@ def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(job: list
     os.kill(killed[-1], signal.SIGKILL)
     assert outcome(process) == validation_losses(whole)
     assert len(killed) == RANKS
-
-
-def damage(file: Path) -> None:
-    """Another bit in the middle."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def children(pid: int) -> list[int]:

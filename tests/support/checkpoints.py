@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def tiny(step: int = 0) -> dict[str, Any]:
 def files_of(folder: Path) -> dict[str, bytes]:
     """Every file below, hidden ones too."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip_a_bit(file: Path, seed: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[random.Random(seed).randrange(len(raw))] ^= 1 << seed
+    file.write_bytes(raw)
 
 
 class Ours:

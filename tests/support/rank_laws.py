@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.support.launching import environ, printed
 from tests.support.scripts import free_port
 
 tree_map: Any = optree.tree_map
-Span = tuple[float, float]
 
 
 def programs(mesh: fs.Mesh) -> None:
@@ -61,23 +59,13 @@ def overlap(mesh: fs.Mesh) -> None:
     with torch.profiler.profile(activities=activities) as profile:
         forward()
         torch.cuda.synchronize()
-    gathers, kernels = spans_of(profile.events())
-    assert len(gathers) == 8, f"expected 8 gathers, got {len(gathers)}"
-    shared = num_overlapping(gathers, kernels)
-    assert shared >= 6, f"of 8 gathers {shared} overlap with a kernel of the model"
-
-
-def spans_of(events: Any) -> tuple[list[Span], list[Span]]:
-    """When all-gathers ran on the device, and when kernels of the model did."""
-    on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     named = [(e.name.lower(), (e.time_range.start, e.time_range.end)) for e in on_device]
     gathers = [span for name, span in named if name.startswith("nccl") and "kernel" in name and "allgather" in name]
-    return gathers, [span for name, span in named if any(word in name for word in ("gemm", "cutlass", "nvjet", "tanh"))]
-
-
-def num_overlapping(spans: Sequence[Span], others: Sequence[Span]) -> int:
-    """How many of ``spans`` share time with one of ``others``."""
-    return sum(any(start < end and begin < stop for start, stop in others) for begin, end in spans)
+    kernels = [span for name, span in named if any(word in name for word in ("gemm", "cutlass", "nvjet", "tanh"))]
+    assert len(gathers) == 8, f"expected 8 gathers, got {len(gathers)}"
+    shared = sum(any(start < end and begin < stop for start, stop in kernels) for begin, end in gathers)
+    assert shared >= 6, f"of 8 gathers {shared} overlap with a kernel of the model"
 
 
 TASKS = {"programs": programs, "overlap": overlap}
