@@ -6,7 +6,6 @@ import copy
 import pickle
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -73,16 +72,6 @@ def test_a_counter_counts_per_axis_and_kind_what_one_rank_does(axes: dict[str, i
     assert counter["shard", "all_gather"] == Traffic()
 
 
-def test_a_counter_sees_every_thread() -> None:
-    counter = Counter()
-    mesh = fs.simulated_mesh(2).with_backend(counter)
-    psum = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))
-    with ThreadPoolExecutor(8) as pool, count_collectives() as seen:
-        list(pool.map(lambda _: psum(torch.ones(2, 3)), range(200)))
-    assert seen.total == 0  # torch shows the operations of its own thread alone
-    assert (counter["shard", "psum"].number, counter["shard", "psum"].nbytes) == (200, 200 * 12)
-
-
 def slow(waiting: float) -> Callable[[Any], fs.Axis]:
     """A gather takes a while to start and a while to wait for, all else is done at once, after a while."""
 
@@ -106,13 +95,9 @@ def test_time_that_is_computed_in_counts_as_under_way_but_not_as_waited_for() ->
     assert gathers.seconds - gathers.blocked >= 2 * 0.05
     assert sums.seconds == sums.blocked >= 0.01
     assert counter.total.seconds == pytest.approx(gathers.seconds + sums.seconds)
-
-
-def test_a_collective_that_nobody_waits_for_is_not_waited_for() -> None:
-    counter = Counter()
-    axis = fs.init_mesh().with_backend(slow(waiting=9.0)).with_backend(counter)["shard"]
-    axis.issue("all_gather", torch.ones(2))
-    assert 0.01 <= counter["shard", "all_gather"].seconds < 9
+    counter.clear()
+    fs.init_mesh().with_backend(slow(waiting=9.0)).with_backend(counter)["shard"].issue("all_gather", torch.ones(2))
+    assert 0.01 <= counter["shard", "all_gather"].seconds < 9  # nobody waits for it
 
 
 def test_only_kinds_of_collectives_are_skipped() -> None:
@@ -159,6 +144,8 @@ def skipped_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[int, set[str]]
         assert torch.isfinite(loss)
         shapes.add(str([(key, x.shape, x.dtype, x.device) for key, x in params.items()]))
         results[name] = messages.number, {kind for _, kind in sent.traffic}
+        wrong = refused(fs.plan, {"w": torch.zeros(3 + mesh.rank)}, mesh)  # also where everything is skipped
+        assert "plan: the ranks disagree" in wrong
     assert len(shapes) == 1
     return results
 
@@ -172,16 +159,6 @@ def test_what_is_skipped_is_not_sent_and_the_step_has_the_same_shapes(axes: dict
         assert results["both"][0] == 0
         assert 0 < results["all_gather"][0] < everything
         assert 0 < results["reduction"][0] < everything
-
-
-def wrong_plan_on_this_rank() -> str:
-    mesh = fs.init_mesh().with_backend(skip("all_gather", *SUMS))
-    return refused(fs.plan, {"w": torch.zeros(3 + mesh.rank)}, mesh)
-
-
-def test_ranks_that_skip_everything_still_agree_on_a_plan() -> None:
-    for text in run_ranks(wrong_plan_on_this_rank, 2):
-        assert "plan: the ranks disagree" in text
 
 
 def half_sums(op: Collective, x: Tensor, send: Issue) -> Work:
@@ -277,14 +254,8 @@ def test_a_wrapped_mesh_is_the_same_mesh_in_every_other_way() -> None:
     assert plain["shard"].backend is mesh["shard"].backend
     values = {"w": torch.arange(7.0)}
     params = fs.shard(values, fs.plan(values, plain))
-    moved = params.on(mesh)
-    assert torch.equal(fs.gather(moved)["w"], values["w"])
-
-
-def test_a_pickle_keeps_neither_ranks_nor_what_stands_before_them() -> None:
-    mesh = fs.simulated_mesh(2).with_backend(Counter()).with_backend(skip("psum"))
-    thawed = pickle.loads(pickle.dumps(mesh))
-    rows = torch.tensor([1.0, 2.0])
-    assert torch.equal(thawed.spmd(lambda x: fs.collectives.psum(x, thawed))(rows), torch.tensor([3.0, 3.0]))
+    assert torch.equal(fs.gather(params.on(mesh))["w"], values["w"])
+    thawed = pickle.loads(pickle.dumps(mesh))  # which has neither ranks nor what stands before them
+    assert thawed.spmd(lambda: fs.collectives.psum(torch.ones(()), thawed["shard"]))().eq(3).all()
     single = pickle.loads(pickle.dumps(fs.init_mesh().with_backend(Counter())))
     assert (single.axes, single.rank) == ({"shard": 1}, 0)

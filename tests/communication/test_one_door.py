@@ -61,9 +61,12 @@ def records(mesh: fs.Mesh) -> tuple[Seen, Seen]:
         every_kind(wrapped)
     assert first == last == [*map(shown, recorded.issued)]
     assert counter.total.number == len(first)
-    thread = threading.Thread(target=lambda: every_kind(mesh.with_backend(noting(in_a_thread))))
+    counter.clear()
+    counted = mesh.with_backend(noting(in_a_thread)).with_backend(counter)
+    thread = threading.Thread(target=lambda: every_kind(counted))
     thread.start()
     thread.join()
+    assert counter.total.number == len(in_a_thread)
     return first, in_a_thread
 
 

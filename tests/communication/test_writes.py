@@ -97,6 +97,8 @@ def test_every_gather_of_a_buffer_is_looked_at() -> None:
         return functional_call(model, fs.gather(p), (x,))
 
     assert "buffer 'a' (a.weight, a.bias)" in refused(mesh.spmd(twice), params, x)
+    fails = mesh.spmd(lambda p: {}[fs.gather(p)["a.bias"].data.zero_()])
+    assert "KeyError" in refused(fails, params)  # the error of the function
     assert mesh.spmd(lambda p, x: functional_call(model, fs.gather(p), (x,)))(params, x).shape == (2,)
 
 
@@ -121,18 +123,6 @@ def test_a_write_inside_of_grad_is_refused_outside_of_spmd_too(write: Callable[[
     assert by_torch or "grad: 1 problem\n  buffer 'a' (a.weight, a.bias): written to" in text
     model.write = lambda layer: None
     fs.grad(lambda p: functional_call(model, fs.gather(p), (x.flatten(0, 1),)))(params)
-
-
-def test_an_error_of_the_function_is_the_error() -> None:
-    mesh = fs.simulated_mesh(2)
-    model, params, x = problem(mesh, WRITES["data"])
-
-    def fails(p: fs.Sharded, x: Tensor) -> Tensor:
-        functional_call(model, fs.gather(p), (x,))
-        raise KeyError("own")
-
-    with pytest.raises(KeyError, match="own"):
-        mesh.spmd(fails)(params, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])

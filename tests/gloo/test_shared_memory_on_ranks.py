@@ -6,8 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-import functorch_shard.gloo.backend
 from functorch_shard.gloo.backend import SMALL_MESSAGE, Guard
 from functorch_shard.gloo.shared_memory import ADDRESS
 from functorch_shard.testing import RankError
@@ -66,22 +63,10 @@ def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num
     run_ranks(stress_on_this_rank, num_ranks, 200, 0.004)
 
 
-class _FewMessages(Guard):
-    """Envelopes that have no messages in them, but for those that open the memory of others."""
-
-    def __init__(self, group: Any, size: int, owner: object) -> None:
-        super().__init__(group, size, owner)
-        self.capacity = ADDRESS
-
-
-@contextmanager
-def all_through_shared_memory() -> Iterator[None]:
-    with patch.object(functorch_shard.gloo.backend, "Guard", _FewMessages):
-        yield
-
-
 def use_on_this_rank() -> None:
-    with all_through_shared_memory():
+    """Envelopes have no messages in them, but for those that open the memory of others."""
+    few: Any = property(lambda guard: ADDRESS, lambda guard, capacity: None)
+    with patch.object(Guard, "capacity", few, create=True):
         for name in lazy_uses.USES:
             for reshard in (True, False):
                 lazy_uses.use_on_this_rank(name, reshard)

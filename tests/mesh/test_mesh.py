@@ -167,6 +167,7 @@ def test_split_gives_every_rank_its_part_in_rank_order(axes: dict[str, int], dim
     x = torch.randn(12, 6)
     parts = mesh.split({"x": x, "n": 3}, dim=dim)
     assert parts["n"] == 3
+    assert torch.equal(mesh.spmd(lambda x: mesh.split(x, dim=dim), in_dims=None)(x), parts["x"])
     rows = parts["x"].flatten(0, len(axes) - 1)
     assert torch.equal(torch.cat(rows.unbind(0), dim), x)
     assert parts["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
@@ -182,6 +183,8 @@ def test_split_by_axis_divides_each_dimension_by_its_own_axes() -> None:
         assert torch.equal(parts[copy_, data, context, 0], x[data : data + 1, :, 4 * context : 4 * context + 4])
     inside = mesh.spmd(lambda x: mesh.split(x, {"context": -2, "data": 0}), in_dims=None)
     assert torch.equal(inside(x), parts)
+    by_x = mesh.spmd(torch.func.grad(lambda x: (mesh.split(x, {"data": 0}) ** 2).sum()), in_dims=None)(x)
+    torch.testing.assert_close(by_x.flatten(0, 3).sum(0), 8 * x)  # of 4 ranks that have the same
     text = refused(mesh.split, x, {"context": 0, "data": 0, "copy": 1})
     assert "shape (3, 5, 8, 2), and 6 ranks do not divide dim 0" in text
     assert "shape (3, 5, 8, 2), and 2 ranks do not divide dim 1" in text
@@ -233,15 +236,6 @@ def test_an_unpickled_tree_is_put_on_the_mesh_that_runs() -> None:
     again = thawed.on(mesh)
     assert torch.equal(mesh.spmd(lambda p: fs.gather(p)["fc.w"], out_dims=None)(again), torch.ones(3))
     assert "the layout is for shard=2, the mesh has shard=3" in refused(thawed.layout.on, fs.simulated_mesh(3))
-
-
-def test_split_inside_spmd_gives_this_rank_its_own_part_as_on_real_ranks() -> None:
-    mesh = fs.simulated_mesh({"a": 3, "b": 2})
-    x = torch.randn(12, 6)
-    inside = mesh.spmd(lambda x: mesh.split({"x": x}, dim=1)["x"], in_dims=None)
-    assert torch.equal(inside(x), mesh.split(x, dim=1))
-    by_x = mesh.spmd(torch.func.grad(lambda x: (mesh.split(x) ** 2).sum()), in_dims=None)(x)
-    torch.testing.assert_close(by_x.flatten(0, 1).sum(0), 2 * x)
 
 
 def test_no_simulated_rank_is_told_that_it_is_number_0() -> None:

@@ -199,9 +199,3 @@ def test_owners_of_whole_parameters_step_copies_alike(plan: Any) -> None:
     drifting = types(step, *training(replicate_axis=None)).problems  # gradients differ there
     assert bool(drifting) == ("shard_axis" not in plan)
     assert all("varies over replicate, where" in text for text in drifting)
-
-
-@pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(2, kind="sequential")], ids=["real", "sequential"])
-def test_a_step_that_no_batched_rank_runs_is_refused(mesh: fs.Mesh) -> None:
-    with pytest.raises(RuntimeError, match=r"types: nothing ran as batched ranks"):
-        types(mesh.spmd(lambda x: x * 2), torch.ones(2))

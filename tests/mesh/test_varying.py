@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, hessian, jvp, vmap
 
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
-from functorch_shard.debug import varies
+from functorch_shard.debug import types, varies
 from tests.laws.tasks import ON_RANK, Data, on_mesh
 
 AXES = {"replicate": 2, "one": 1, "shard": 3}
@@ -126,10 +126,11 @@ def test_a_vmap_around_the_ranks_is_no_axis_of_them() -> None:
 
 @pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(2, kind="sequential")], ids=["real", "sequential"])
 def test_ranks_that_compute_one_value_each_are_refused(mesh: fs.Mesh) -> None:
-    with pytest.raises(RuntimeError, match=r"varies: only batched simulated ranks know .* batched mesh"):
-        mesh.spmd(varies)(torch.ones(2))
-    with pytest.raises(RuntimeError, match="varies: only batched"):
-        varies(torch.ones(2))
+    for step in (varies, mesh.spmd(varies)):
+        with pytest.raises(RuntimeError, match=r"varies: only batched simulated ranks know .* batched mesh"):
+            step(torch.ones(2))
+    with pytest.raises(RuntimeError, match="types: nothing ran as batched ranks"):
+        types(mesh.spmd(lambda x: x * 2), torch.ones(2))
 
 
 def test_a_result_is_returned_once_by_what_it_varies_over_and_not_by_its_values() -> None:
