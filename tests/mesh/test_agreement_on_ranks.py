@@ -1,4 +1,4 @@
-"""Ranks that do not plan the same model: an error on every rank that names the first difference, and no hang."""
+"""Ranks that plan or shard different models: an error on every rank that names the first difference, and no hang."""
 
 from __future__ import annotations
 
@@ -12,30 +12,59 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.mesh.agreement import value_lines
+from tests.support.models import awkward
 from tests.support.pool import run_ranks
-from tests.support.ranks import gloo, on_each
+from tests.support.ranks import HYBRID, gloo, on_each
 from tests.support.refusals import text_of
 
-LINEAR, RANKS = nn.Linear(3, 5), 3
-ADVICE = "Every rank must plan the same model, from the same code and options."
+LINEAR, RANKS = nn.Linear(3, 5), 4
 OURS = {"a.w": torch.zeros(3), "b.w": torch.zeros(5)}
+ADVICE = {
+    "plan": "Every rank must plan the same model, from the same code and options.",
+    "shard": "Seed all ranks alike before that, torch.manual_seed(0), and apart after shard.",
+}
 
 
 def refuse(name: str, tensor: Tensor) -> str:
     raise KeyError  # without a message
 
 
-# What rank 0 plans, what the last rank plans, and the two lines that tell the difference.
-DIFFERENT: dict[str, tuple[Any, Any, str, str]] = {
-    "dtype": (OURS, {**OURS, "b.w": torch.zeros(5).double()}, "'b.w': shape (5,), torch.float32, ", "torch.float64, "),
-    "name": (OURS, {"a.w": OURS["a.w"], "b.u": torch.zeros(5)}, "'b.w': shape (5,)", "'b.u': shape (5,)"),
-    "frozen": (LINEAR, nn.Linear(3, 5).requires_grad_(False), "trainable, at 0 of buffer '(root)'", "frozen, at 0"),
-    "tied": (
-        nn.ModuleDict({"a": LINEAR, "b": LINEAR}),
-        nn.ModuleDict({"a": LINEAR, "c": LINEAR}),
-        "tied: b.bias = a.bias",
-        "tied: c.bias = a.bias",
+def seeded(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7), nn.Linear(7, 3))  # the norm starts alike on every rank
+
+
+def one_bit_more(model: nn.Module) -> nn.Module:
+    """The last element of the last parameter, which is the shard of the last rank alone."""
+    last = [*model.parameters()][-1].detach().view(-1)[-1:]
+    last.copy_(last.nextafter(last + 1))
+    return model
+
+
+# What the verb does with that of rank 0, and of the last rank, and the two lines that tell the difference.
+DIFFERENT: dict[str, tuple[str, Any, Any, str, str]] = {
+    "dtype": (
+        *("plan", lambda: OURS, lambda: {**OURS, "b.w": torch.zeros(5).double()}),
+        *("'b.w': shape (5,), torch.float32, ", "torch.float64, "),
     ),
+    "name": (
+        *("plan", lambda: OURS, lambda: {"a.w": OURS["a.w"], "b.u": torch.zeros(5)}),
+        *("'b.w': shape (5,)", "'b.u': shape (5,)"),
+    ),
+    "frozen": (
+        *("plan", lambda: LINEAR, lambda: nn.Linear(3, 5).requires_grad_(False)),
+        *("trainable, at 0 of buffer '(root)'", "frozen, at 0"),
+    ),
+    "tied": (
+        *("plan", *(lambda x=x: nn.ModuleDict({"a": LINEAR, x: LINEAR}) for x in "bc")),
+        *("tied: b.bias = a.bias", "tied: c.bias = a.bias"),
+    ),
+    "seeds": ("shard", lambda: seeded(0), lambda: seeded(1), *["'1.weight': values of bit sum "] * 2),
+    "one bit": (
+        *("shard", lambda: seeded(0).half(), lambda: one_bit_more(seeded(0).half())),
+        *["'2.bias': values of bit sum "] * 2,
+    ),
+    "many dtypes": ("shard", awkward, lambda: awkward(1), *["'frozen': values of bit sum "] * 2),
 }
 # What the last rank passes, its own error, and what the others are told of it.
 FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -44,14 +73,22 @@ FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def plan_everything() -> tuple[dict[str, str], dict[str, str]]:
+def everything() -> tuple[dict[str, str], dict[str, str]]:
     """What this rank is told in each case; the last rank is the odd one."""
-    mesh = fs.init_mesh()
+    mesh, different = fs.init_mesh(HYBRID), dict[str, str]()
     odd = mesh.rank == mesh.size - 1
-    different = {name: text_of(lambda case=case: fs.plan(case[odd], mesh)) for name, case in DIFFERENT.items()}
+    for name, (verb, first, last, *_) in DIFFERENT.items():
+        model = (last if odd else first)()
+        if verb == "plan":
+            different[name] = text_of(fs.plan, model, mesh)
+            continue
+        layout = fs.plan(model, mesh)
+        different[name] = text_of(fs.shard, model, layout)
+        taken = fs.gather(fs.shard(model, layout, from_rank=0), lazy=False)
+        right = dict(first().named_parameters())
+        assert all(torch.equal(x, right[key]) for key, x in taken.items()), "the advice is right"
     failing = {
-        name: text_of(lambda case=case: fs.plan(OURS, mesh, **(case[0] if odd else {})))
-        for name, case in FAILING.items()
+        name: text_of(fs.plan, OURS, mesh, **(options if odd else {})) for name, (options, *_) in FAILING.items()
     }
     dist.barrier()  # and afterwards the ranks are still in step
     return different, failing
@@ -59,21 +96,22 @@ def plan_everything() -> tuple[dict[str, str], dict[str, str]]:
 
 @cache
 def answers() -> list[Any]:
-    return run_ranks(plan_everything, RANKS, timeout=60)
+    return run_ranks(everything, RANKS, timeout=60)
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_every_rank_reports_the_first_difference(case: str) -> None:
-    *_, first, last = DIFFERENT[case]
+    verb, _, _, first, last = DIFFERENT[case]
     told = [different[case] for different, _ in answers()]
     assert told == [told[0]] * RANKS
     title, line, other, advice = told[0].splitlines()
-    assert title == "RuntimeError: plan: the ranks disagree. First difference:"
+    assert title == f"RuntimeError: {verb}: the ranks disagree. First difference:"
     assert line.startswith("  rank 0: ")
     assert first in line
     assert other.startswith(f"  rank {RANKS - 1}: ")
     assert last in other
-    assert advice == ADVICE
+    assert ADVICE[verb] in advice
+    assert (verb == "shard") == ("shard(model, layout, from_rank=0)" in advice)
 
 
 @pytest.mark.parametrize("case", FAILING)
@@ -90,8 +128,15 @@ def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis(mesh
     one, two = ({"exchange": 1}, 32), ({"exchange": 2}, 32 + 64)  # the second axis passes on what the first gave
     for axes, cost in (({"shard": -1}, one), ({"replicate": 1, "shard": -1}, one), ({"replicate": 2, "shard": 2}, two)):
         with fs.testing.count_collectives() as seen:
-            fs.plan(LINEAR, fs.init_mesh(axes))
+            layout = fs.plan(LINEAR, fs.init_mesh(axes))
         assert (seen.by_kind, seen.nbytes("exchange")) == cost
+        for source, expected in (
+            (LINEAR, cost),
+            (dict(LINEAR.named_parameters()), ({}, 0)),
+        ):
+            with fs.testing.count_collectives() as seen:
+                fs.shard(source, layout)
+            assert (seen.by_kind, seen.nbytes("exchange")) == expected
 
 
 @on_each(gloo(2))
