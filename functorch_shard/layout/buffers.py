@@ -182,7 +182,7 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
     The gradient of one concatenation is one split, without padding. ``out`` may have another dtype.
     """
     like = tensors[buffer.slots[0].name]
-    batch = batch_of(like, buffer.slots[0])
+    batch = like.shape[: like.ndim - len(buffer.slots[0].shape)]
     *gaps, last = buffer.split_sizes[::2]
     parts = list[Tensor]()
     for slot, gap in zip(buffer.slots, gaps, strict=True):
@@ -190,11 +190,6 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
         parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
     parts += [like.new_zeros(*batch, last)] if last or not parts else []
     return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
-
-
-def batch_of(x: Tensor, slot: Slot) -> torch.Size:
-    """The dims of ``x`` in front of those of its parameter."""
-    return x.shape[: x.ndim - len(slot.shape)]
 
 
 def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..collectives.rules import across, within
 from ..errors import first_difference
-from ..layout.buffers import Buffer, batch_of, pack
+from ..layout.buffers import Buffer, pack
 from ..layout.layout import Layout, lines_of
 from ..layout.trees import Full, Sharded, check_layout, map_items
 from ..layout.validation import check_grads
@@ -20,26 +20,15 @@ from ..torch_internals.autograd import eager
 Tree = TypeVar("Tree", Full, Sharded)
 
 
-def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout, mean: bool = False) -> Tensor:
+def scattered(grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, mean: bool = False) -> Tensor:
     """The shard of the sum over the ranks that share ``buffer``: the exact transpose of an all-gather.
 
     With ``mean`` of the mean (or the sum) over all ranks, not yet in the dtype that it is stored or returned in.
-    ``None`` counts as zeros.
     """
-    packed = pack(complete(grads, buffer, layout), buffer)
+    packed = pack(grads, buffer)
     schedule = layout.schedules[buffer.key, packed.dtype]
     total = within(packed, schedule)
     return across(total, schedule) if mean else total
-
-
-def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Tensor]:
-    """The gradients of ``buffer`` alone, with zeros for what is ``None``."""
-    given = [(grad, batch_of(grad, slot)) for slot in buffer.slots if (grad := grads[slot.name]) is not None]
-    like, batch = given[0] if given else (torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device), ())
-    return {
-        slot.name: like.new_zeros((*batch, *slot.shape)) if (grad := grads[slot.name]) is None else grad
-        for slot in buffer.slots
-    }
 
 
 @eager
@@ -91,11 +80,14 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
 
         grads = local_grads(grads, layout)
     device = layout.mesh.device
-    parts = {name: to_working_device(x, device) if isinstance(x, Tensor) else x for name, x in grads.items()}
-    made = dict[str, Tensor | None]()
+    parts = {name: to_working_device(x, device) for name, x in grads.items() if isinstance(x, Tensor)}
+    made = dict[str, Tensor | None](dict.fromkeys(layout.buffers))
     for key, buffer in layout.buffers.items():
-        returned = layout.schedules[key, None].returned
-        made[key] = scattered(parts, buffer, layout, mean=True).to(returned) if buffer.trainable else None
+        if buffer.trainable:
+            given = [parts[slot.name] for slot in buffer.slots if slot.name in parts]
+            like = given[0] if given else torch.zeros((), dtype=buffer.dtype, device=device)
+            parts |= {s.name: like.new_zeros(s.shape) for s in buffer.slots if s.name not in parts}
+            made[key] = scattered(parts, buffer, layout, mean=True).to(layout.schedules[key, None].returned)
     return Sharded(made, layout)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives.primitives import all_gather
-from ..collectives.rules import Encoding
+from ..collectives.primitives import linear_map_of
+from ..collectives.rules import Encoding, LinearMap
 from ..collectives.sinks import prepare, without_derivative
 from ..layout.buffers import Buffer, Slot, of_rank, pack
 from ..layout.layout import Layout, merged, select_buffers, shard_index
@@ -245,10 +245,7 @@ def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout
     else:
         flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=mesh.device)
     for axis, index in zip(mesh, at, strict=True):  # after each axis, the ranks of one more have it
-        if mesh.is_simulated:
-            flat = all_gather(flat[None], axis)[index]
-        elif axis.size > 1:
-            flat = axis.issue("broadcast", flat, key=buffer.key, source=index).wait()
+        flat = linear_map_of(flat, LinearMap(axis, "broadcast", "psum", source=index))
     return _own_row(flat, buffer, layout)
 
 
