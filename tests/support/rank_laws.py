@@ -59,7 +59,7 @@ def overlap(mesh: fs.Mesh) -> None:
     with torch.profiler.profile(activities=activities) as profile:
         forward()
         torch.cuda.synchronize()
-    on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [e for e in profile.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
     named = [(e.name.lower(), (e.time_range.start, e.time_range.end)) for e in on_device]
     gathers = [span for name, span in named if name.startswith("nccl") and "kernel" in name and "allgather" in name]
     kernels = [span for name, span in named if any(word in name for word in ("gemm", "cutlass", "nvjet", "tanh"))]
