@@ -6,11 +6,10 @@ differentiates is the mean over ranks (or the sum) of what each of them returns.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -27,23 +26,20 @@ tree_map: Any = optree.tree_map
 
 
 @dataclass(frozen=True)
-class Side(ABC):
+class Side:
     """What both sides have; ``p`` is a tree of parameters, ``full`` whole ones."""
+
+    full: ClassVar[Callable[..., Tree]]  # of p
+    out: ClassVar[Callable[..., Tensor]]  # of full and inputs
+    norm: ClassVar[Callable[..., Tensor]]  # of p
+    grad: ClassVar[Callable[..., Callable[..., Tree]]]  # the derivative of a function by trees
+    by_both: ClassVar[Callable[..., list[Any]]]  # by a tree, and by a tree or a tensor
 
     program: Program
     model: nn.Module
     frozen: Tree  # parameters that ``p`` leaves out
     delta: Tree  # like p
     scale: Any = None  # of the loss
-
-    @abstractmethod
-    def full(self, p: Tree) -> Tree: ...
-
-    @abstractmethod
-    def out(self, full: Tree, x: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def norm(self, p: Tree) -> Tensor: ...
 
     def loss(self, p: Tree, x: Tensor, y: Tensor) -> Tensor:
         value = self.loss_of_full(self.full(p), x, y)
@@ -66,14 +62,6 @@ class Side(ABC):
 
     def by_inputs(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return torch.func.grad(fn)(x)
-
-    @abstractmethod
-    def grad(self, fn: Callable[..., Tensor]) -> Callable[..., Tree]:
-        """The derivative by trees."""
-
-    @abstractmethod
-    def by_both(self, fn: Callable[..., Tensor], p: Tree, other: Any) -> list[Any]:
-        """By a tree, and by a tree or a tensor."""
 
     def gradient(self, f: Any, p: Tree, x: Tensor, y: Tensor) -> Tree:
         return self.grad(lambda p: f(p, x, y))(p)
