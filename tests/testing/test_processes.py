@@ -135,14 +135,6 @@ def test_of_several_exceptions_the_first_in_time_is_raised() -> None:
         run_ranks(late, 3, 0.2)
 
 
-def test_a_function_that_only_this_process_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = functools.update_wrapper(lambda: None, identity)
-    later.__name__ = later.__qualname__ = "defined_later"
-    monkeypatch.setattr(sys.modules[__name__], "defined_later", later, raising=False)  # as in a cell of a notebook
-    with pytest.raises(AttributeError, match="Can't get attribute 'defined_later'"):
-        run_ranks(later, 2)
-
-
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
     for fn, *args in ((lambda: None,), (identity, lambda: None)):
         with pytest.raises(Exception, match=r"Can't pickle .*lambda"):

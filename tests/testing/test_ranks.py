@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -10,16 +9,7 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.covering import covering
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
-
-
-@pytest.mark.parametrize("sizes", [(3,), (2, 4), (3, 2, 4)])
-def test_few_cases_have_every_value_of_every_parameter(sizes: tuple[int, ...]) -> None:
-    cases = [frozenset(enumerate(row)) for row in product(*map(range, sizes))]
-    chosen = covering(cases)
-    assert set().union(*(cases[i] for i in chosen)) == set().union(*cases)
-    assert len(chosen) == max(sizes)
 
 
 @pytest.mark.parametrize("x", [1, 2, 3])
