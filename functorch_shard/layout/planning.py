@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -117,10 +117,6 @@ def plan(
     The layout is that of torch's ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which does not support
     the cases that are listed above.
     """
-    if not isinstance(mesh, Mesh):
-        advice = "; the model comes first: plan(model, mesh)" if isinstance(source, Mesh) else ""
-        known = "a Mesh, for example from init_mesh() or simulated_mesh()"
-        raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
     names = [shard_axis] if isinstance(shard_axis, str) else shard_axis
     joined = ",".join([name for name in names if name in mesh.axes] or names)
     if joined != shard_axis and replicate_axis == "replicate" and replicate_axis in shard_axis:
@@ -175,7 +171,8 @@ def _plan(
         kind = _Kind(unit_of[name], label_of[name], x.dtype, trainable, name in whole)
         slot = Slot(name, tuple(parts[name].shape), x.dtype, 0, parts[name].numel(), index, form_of(x))
         groups.setdefault(kind, []).append(slot)
-    policies = _policies(dict.fromkeys(kind.unit for kind in groups), precision)
+    policy_of = precision if callable(precision) else lambda _: precision
+    policies = {name: policy_of(name) or MixedPrecision() for name in {kind.unit: None for kind in groups}}
     return replace(empty, units=_units(groups, empty, policies), aliases=tuple(sorted(aliases.items())))
 
 
@@ -205,15 +202,6 @@ def _units(
     problems = [f"{key!r}: the key of {count} buffers" for key, count in keys.items() if count > 1]
     reject("plan: labels", problems, "A label must not look like a dtype, 'frozen', 'whole' or part of a unit's name.")
     return tuple(Unit(name, tuple(found), policies[name]) for name, found in buffers.items())
-
-
-def _policies(names: Iterable[str], precision: Precision) -> dict[str, MixedPrecision]:
-    """The policy of each unit; units without one keep their stored dtypes."""
-    policies = {name: precision(name) if callable(precision) else precision for name in names}
-    if odd := [policy for policy in policies.values() if not isinstance(policy, (MixedPrecision, type(None)))]:
-        known = "a MixedPrecision, or a callable (unit) -> MixedPrecision or None"
-        raise TypeError(f"plan: precision: got {type(odd[0]).__name__}, expected {known}")
-    return {name: policy or MixedPrecision() for name, policy in policies.items()}
 
 
 def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

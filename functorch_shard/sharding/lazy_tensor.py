@@ -30,10 +30,6 @@ from .reduction import Place
 from .session import Session, UnitBuffers
 
 aten = torch.ops.aten
-_PLAIN_COPY = (
-    "Pass it through functorch_shard.materialize first, for example full | {name: materialize(full[name])}, or gather "
-    "with lazy=False."
-)
 # Operations that need the shape of a tensor and not its values.
 _FORM_ONLY = {
     aten.empty_like.default,
@@ -137,7 +133,8 @@ class Lazy(Tensor):
     def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
             f"a lazy parameter has no memory of its own to point to: {self!r}. Kernels that take pointers (Triton's, "
-            f"those of nn.LSTM and other RNNs on CUDA) need plain tensors. {_PLAIN_COPY}"
+            "those of nn.LSTM and other RNNs on CUDA) need plain tensors. Pass it through functorch_shard.materialize "
+            "first, for example full | {name: materialize(full[name])}, or gather with lazy=False."
         )
 
     data_ptr = untyped_storage = storage = numpy = share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
