@@ -117,6 +117,8 @@ def plan(
     The layout is that of torch's ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which does not support
     the cases that are listed above.
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected a Mesh: plan(model, simulated_mesh(4))")
     names = [shard_axis] if isinstance(shard_axis, str) else shard_axis
     joined = ",".join([name for name in names if name in mesh.axes] or names)
     if joined != shard_axis and replicate_axis == "replicate" and replicate_axis in shard_axis:
@@ -173,6 +175,8 @@ def _plan(
         groups.setdefault(kind, []).append(slot)
     policy_of = precision if callable(precision) else lambda _: precision
     policies = {name: policy_of(name) or MixedPrecision() for name in {kind.unit: None for kind in groups}}
+    if odd := [policy for policy in policies.values() if not isinstance(policy, MixedPrecision)]:
+        raise TypeError(f"plan: precision: got {type(odd[0]).__name__}, expected a MixedPrecision or unit -> one")
     return replace(empty, units=_units(groups, empty, policies), aliases=tuple(sorted(aliases.items())))
 
 

@@ -174,6 +174,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"plan: labels: 2 problems\n  'head\.weight': labelled, but no such parameter\n  'nope': .*\nUse the names of",
     ),
+    "dtype for precision": (
+        {"precision": torch.bfloat16},
+        TypeError,
+        "plan: precision: got dtype, expected a MixedPrecision",
+    ),
 }  # fmt: skip
 
 
@@ -206,7 +211,9 @@ def test_a_label_that_gives_two_buffers_one_key_is_refused(label: str) -> None:
         fs.plan(CLASHES[label], MESH, labels={"m.a": label}, ignored=ignored)
 
 
-def test_a_source_that_is_no_model_is_refused() -> None:
+def test_other_arguments_than_a_model_and_a_mesh_are_refused() -> None:
+    with pytest.raises(TypeError, match="plan: mesh: got int, expected a Mesh"):
+        fs.plan(tied(), 8)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"source: got list, expected an nn\.Module or a mapping name -> tensor"):
         fs.plan([torch.zeros(3)], MESH)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"source: got keys that are not strings, expected an nn\.Module or a mapping"):
