@@ -65,10 +65,10 @@ def tree_of(model: nn.Module, mesh: fs.Mesh, **options: Any) -> dict[str, Any]:
     return {"model": (params, buffers), "optim": ADAMW.state_dict(ADAMW.init(params), params), "step": 0, "list": [0]}
 
 
-def stepped(tree: dict[str, Any], **options: Any) -> dict[str, Any]:
+def stepped(tree: dict[str, Any]) -> dict[str, Any]:
     """After a step whose gradients are the parameters themselves."""
     params, buffers = tree["model"]
-    params, state = ADAMW.step(params, grads=params, state=tree["optim"]["state"], **options)
+    params, state = ADAMW.step(params, grads=params, state=tree["optim"]["state"])
     count = tree["step"] + 1
     return {"model": (params, buffers), "optim": ADAMW.state_dict(state, params), "step": count, "list": [1, "two"]}
 
@@ -221,12 +221,7 @@ ON_ALL = {
 def parallel_tree(seed: int = 0) -> dict[str, Any]:
     axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     model = tie(parallelize(moved(transformer(), seed), axes["tensor"]))
-    return plain_tree(model, fs.Mesh.from_device_mesh(axes["shard"]))
-
-
-def plain_tree(model: nn.Module, mesh: fs.Mesh, **options: Any) -> dict[str, Any]:
-    params = fs.shard(model, fs.plan(model, mesh, **options))
-    return {"model": params, "optim": {"state": ADAMW.init(params)}}
+    return tree_of(model, fs.Mesh.from_device_mesh(axes["shard"]))
 
 
 def moved(model: Transformer, seed: int) -> Transformer:
@@ -236,13 +231,8 @@ def moved(model: Transformer, seed: int) -> Transformer:
     return model
 
 
-def stepped_parallel(tree: dict[str, Any]) -> dict[str, Any]:
-    params, state = ADAMW.step(tree["model"], grads=tree["model"], state=tree["optim"]["state"])
-    return {"model": params, "optim": {"state": state}}
-
-
 def tensor_parallel(folder: Path) -> dict[str, Any]:
-    tree = stepped_parallel(parallel_tree())
+    tree = stepped(parallel_tree())
     save(folder / "parallel", tree)
     return {
         "saved": values(tree),
@@ -314,7 +304,7 @@ def three(folder: Path, two: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def four(folder: Path, three: Any) -> list[dict[str, Any]]:
-    save(folder / "plain", stepped_parallel(plain_tree(tie(moved(transformer(), 3)), fs.simulated_mesh(3))))
+    save(folder / "plain", stepped(tree_of(tie(moved(transformer(), 3)), fs.simulated_mesh(3))))
     return run_ranks(then_four, 4, folder)
 
 
@@ -390,8 +380,8 @@ def test_ranks_that_disagree_raise_on_every_rank_and_none_waits(two: Any) -> Non
 def test_tensor_parallel_parameters_go_to_one_process_and_back(folder: Path, four: Any) -> None:
     saved = four[0]["parallel"]["saved"]
     for mesh in (fs.init_mesh(), fs.simulated_mesh(3)):
-        assert values(load(folder / "parallel", plain_tree(tie(transformer()), mesh))) == saved
-    plain = values(load(folder / "plain", plain_tree(tie(transformer()), fs.init_mesh())))
-    assert plain != saved == digests(folder / "parallel")
+        assert values(load(folder / "parallel", tree_of(tie(transformer()), mesh))) == saved
+    plain = values(load(folder / "plain", tree_of(tie(transformer()), fs.init_mesh())))
+    assert plain != saved == values(folder / "parallel")
     for answer in four:
         assert answer["parallel"] == {"saved": saved, "same": saved, "from plain": plain}
