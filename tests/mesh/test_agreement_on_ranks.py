@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def one_bit_more(model: nn.Module) -> nn.Module:
 
 
 # What the verb does with that of rank 0, and of the last rank, and the two lines that tell the difference.
-DIFFERENT: dict[str, tuple[str, Any, Any, str, str]] = {
+DIFFERENT: dict[str, tuple[Any, ...]] = {
     "dtype": (
         *("plan", lambda: OURS, lambda: {**OURS, "b.w": torch.zeros(5).double()}),
         *("'b.w': shape (5,), torch.float32, ", "torch.float64, "),
@@ -56,7 +56,7 @@ DIFFERENT: dict[str, tuple[str, Any, Any, str, str]] = {
         *("trainable, at 0 of buffer '(root)'", "frozen, at 0"),
     ),
     "tied": (
-        *("plan", *(lambda x=x: nn.ModuleDict({"a": LINEAR, x: LINEAR}) for x in "bc")),
+        *("plan", *(partial(nn.ModuleDict, dict.fromkeys(names, LINEAR)) for names in ("ab", "ac"))),
         *("tied: b.bias = a.bias", "tied: c.bias = a.bias"),
     ),
     "seeds": ("shard", lambda: seeded(0), lambda: seeded(1), *["'1.weight': values of bit sum "] * 2),
