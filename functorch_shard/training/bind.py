@@ -72,6 +72,8 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
     copies |= _by_identity(tree, {**full, **(buffers or {})})
     copies |= {key: object.__new__(type(m)) for key, m in tree.modules.items()}
     copies |= {key: copies[id(m)] for key, m in tree.compiled.items()}
+    kinds = {*map(type, tree.modules.values())}
+    apart = {kind: [name for base in kind.__mro__ for name in base.__dict__.get("__slots__", ())] for kind in kinds}
     for key, m in tree.modules.items():
         attributes = m.__dict__.copy()
         for name, x in attributes.items():
@@ -83,8 +85,9 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
             elif kind not in _ATOMS:
                 attributes[name] = _rebound(x, copies, own=True)
         object.__setattr__(copies[key], "__dict__", attributes)
-        for name in type(m).__dict__.get("__slots__", ()):
-            object.__setattr__(copies[key], name, _rebound(getattr(m, name), copies))
+        for name in apart[type(m)]:  # of __slots__, and not in __dict__
+            if hasattr(m, name):
+                object.__setattr__(copies[key], name, _rebound(getattr(m, name), copies))
         detach_copy(copies[key], m)
     return copies.get(id(model), model)
 

@@ -133,6 +133,18 @@ class Holding(nn.Module):
         return self(x) + 1
 
 
+class Slotted(Holding):
+    __slots__ = ("layers", "unset")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [self.a]
+
+
+class OfSlotted(Slotted):
+    """Has an attribute that is not in its ``__dict__``, by a class that it inherits from."""
+
+
 def _call(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
@@ -155,6 +167,8 @@ def test_modules_in_attributes_of_any_kind_are_those_of_the_copy() -> None:
     assert torch.equal(bound.encode(x), expected + 1)
     assert not bound(x).requires_grad
     assert [(id(p), p._version) for p in model.parameters()] == own
+    slotted = fs.bind(OfSlotted(), given)
+    assert slotted.layers[0] is slotted.a
 
 
 def test_what_is_changed_in_the_copy_does_not_reach_the_model() -> None:
