@@ -109,7 +109,12 @@ class Compiled:
         if requires_grad or in_transform() or being_traced():
             return self._step(*args, **kwargs)
         key = signature_of(call, self._modules)
-        if found := self._recorded.pop(key, None) if self._recorded else None:
+        try:
+            found = self._recorded.pop(key, None)
+        except TypeError:  # an argument has no hash
+            _check(call)
+            raise
+        if found:
             self._recorded[key] = found
         recording, run = found or self._record(call)
         inputs = call.inputs

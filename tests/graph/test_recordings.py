@@ -228,6 +228,9 @@ def test_arguments_and_results_that_hide_tensors_or_have_no_hash_are_refused_by_
     assert "kwargs['a']: a ndarray, which is not a tensor: convert it with torch.as_tensor" in str(error.value)
     assert "kwargs['b']: a set, which is not hashable" in str(error.value)
     assert "kwargs['d']: a Holder, which is not a supported container, and holds tensors" in str(error.value)
+    compiled(x, b=1)
+    with pytest.raises(TypeError, match=r"kwargs\['b'\]: a set, which is not hashable"):
+        compiled(x, b={1, 2})  # after a recording too
 
 
 class Trainer:
