@@ -259,9 +259,11 @@ def to_vector(tree: Sharded) -> Tensor:
     layout = _vector_layout("to_vector", tree.layout)
     shards = dict[str, Tensor]()
     for key, buffer in layout.buffers.items():
-        x, shape = tree[key], (*rank_dims(layout), buffer.shard_numel)
-        shards[key] = torch.zeros(shape, device=layout.mesh.device) if x is None else x
-        shards[key] = shards[key].to(buffer.dtype)
+        x = tree[key]
+        if x is None:
+            shape = *rank_dims(layout), buffer.shard_numel
+            x = torch.zeros(shape, dtype=buffer.dtype, device=layout.mesh.device)
+        shards[key] = x.to(buffer.dtype)
     full = gather(Sharded(shards, as_stored(layout)), lazy=False)
     dtype = _vector_dtype(layout)
     parts = [full[name].reshape(-1).to(dtype) for name in layout.slots]

@@ -92,7 +92,7 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
         TypeError: ``tree`` is not a ``Sharded``, or ``seed`` neither an int nor an int64 tensor of shape ``()``.
 
     Cost:
-        No communication. Memory: some ten float64 numbers for each element of one shard, one buffer at a time.
+        No communication. Memory: some ten float64 numbers for each element that a shard has of one parameter.
 
     Example:
         >>> two, three = (fs.plan({"w": torch.zeros(5)}, fs.simulated_mesh(n)) for n in (2, 3))
@@ -107,20 +107,22 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
     layout = tree.layout
     if not layout.mesh.in_spmd:
         return layout.mesh.spmd(lambda tree: randn_like(tree, seed))(tree)
+    start = torch.as_tensor(_signed(seed) if isinstance(seed, int) else seed, device=layout.mesh.device)
+    stream = _mixed(start + _signed(_GAMMA))
 
-    def drawn(key: str, x: Tensor | None) -> Tensor | None:
+    def of_buffer(key: str, x: Tensor | None) -> Tensor | None:
         buffer = layout.buffers[key]
         if x is None or not buffer.differentiable:
             return None if x is None else torch.zeros_like(x)
         rank, slots = shard_index(buffer, layout), {slot.name: slot for slot in buffer.slots}
         blank = torch.zeros(buffer.shard_numel, dtype=x.dtype, device=layout.mesh.device)
         rows = [
-            overlaid(blank, [(each.offset, _numbers(seed, slots[each.name], each, layout, x.dtype)) for each in slices])
+            overlaid(blank, [(each.offset, _drawn(stream, slots[each.name], each, layout, x.dtype)) for each in slices])
             for slices in map(buffer.slices, range(buffer.num_shards) if isinstance(rank, Tensor) else [rank])
         ]
         return of_rank(torch.stack(rows), rank).to(x.device)
 
-    return map_items(drawn, tree)
+    return map_items(of_buffer, tree)
 
 
 def _check(verb: str, *trees: Sharded) -> None:
@@ -131,13 +133,12 @@ def _check(verb: str, *trees: Sharded) -> None:
         check_shards(verb, tree, trees[0].layout, gradients=True)
 
 
-def _numbers(seed: int | Tensor, slot: Slot, part: Slice, layout: Layout, dtype: torch.dtype) -> Tensor:
+def _drawn(stream: Tensor, slot: Slot, part: Slice, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Draw the numbers of a part of a parameter, by the hash of its name and the indices of its elements."""
     local = torch.arange(part.start, part.start + part.numel, device=layout.mesh.device)
     name = int.from_bytes(hashlib.blake2b(slot.name.encode(), digest_size=8).digest(), "little", signed=True)
-    start = torch.as_tensor(_signed(seed) if isinstance(seed, int) else seed, device=local.device)
     places = (_in_whole(local, slot, layout) + 1) * _signed(_GAMMA)
-    bits = _mixed(_mixed(_mixed(start + _signed(_GAMMA)) ^ name) + places)
+    bits = _mixed(_mixed(stream ^ name) + places)
     if not dtype.is_complex:
         return normal(bits).to(dtype)
     second = _mixed(bits + _signed(_GAMMA))  # independent of the first

@@ -60,11 +60,10 @@ class WholeStep:
 
     def _send(self, this: Round) -> Work | None:
         """Of each parameter and its gradient what this rank has and others own."""
-        both = {rank: [*product((False, True), places)] for rank, places in self.places.items()}
-        rows = {
-            rank: [[self._of_shard(of_grad, part, place) for part in this.sent(rank)] for of_grad, place in each]
-            for rank, each in both.items()
-        }
+        rows = dict[int, list[list[Tensor]]]()
+        for rank, places in self.places.items():
+            sent, both = this.sent(rank), product((False, True), places)
+            rows[rank] = [[self._of_shard(of_grad, part, place) for part in sent] for of_grad, place in both]
         return self._start(this.dtype, rows, this.there)
 
     def _send_back(self, this: Round, new: Mapping[Place, Whole]) -> Work | None:
