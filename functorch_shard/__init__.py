@@ -19,19 +19,13 @@ from .layout.planning import plan
 from .layout.precision import MixedPrecision
 from .layout.trees import Full as Full
 from .layout.trees import Sharded as Sharded
-from .mesh.init import init_mesh
 from .mesh.mesh import Mesh as Mesh
 from .mesh.mesh import simulated_mesh
 from .sharding.gather import gather
 from .sharding.lazy_tensor import materialize
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import merge, partition, shard
-from .training.bind import apply, bind
 from .training.grad import grad, grad_and_value
-from .training.loss_scale import LossScale
-from .training.norms import all_finite, clip_by_global_norm, global_norm
-from .training.optimizer import Optimizer as Optimizer
-from .training.optimizer import optimizer
 
 if TYPE_CHECKING:
     from . import checkpoint as checkpoint
@@ -44,12 +38,18 @@ if TYPE_CHECKING:
     from .graph import Compiled as Compiled
     from .graph import compile  # noqa: A004  (as torch.compile)
     from .initialization import init
+    from .mesh.init import init_mesh
     from .pictures import visualize
     from .recompute import remat
     from .sharding.reshard import reshard
     from .storage.offloading import offload
+    from .training.bind import apply, bind
     from .training.estimate import Estimate as Estimate
     from .training.estimate import estimate
+    from .training.loss_scale import LossScale
+    from .training.norms import all_finite, clip_by_global_norm, global_norm
+    from .training.optimizer import Optimizer as Optimizer
+    from .training.optimizer import optimizer
 
 __version__ = "0.1.0"
 
@@ -90,29 +90,34 @@ __all__ = [
 
 # Features: imported on first use, since the core does not need them. tests/project/test_core.py lists the core.
 _ON_FIRST_USE = {
-    "checkpoint": ".checkpoint",
-    "codecs": ".codecs",
-    "curvature": ".curvature",
-    "debug": ".debug",
-    "init": ".initialization",
-    "reshard": ".sharding.reshard",
-    "offload": ".storage.offloading",
-    "testing": ".testing",
-    "virtual": ".virtual",
-    "Compiled": ".graph",
-    "compile": ".graph",
-    "Estimate": ".training.estimate",
-    "estimate": ".training.estimate",
-    "hessian": ".curvature.jacobian",
-    "jacfwd": ".curvature.jacobian",
-    "jacrev": ".curvature.jacobian",
-    "remat": ".recompute",
-    "visualize": ".pictures",
+    name: module
+    for module, names in {
+        ".graph": ("Compiled", "compile"),
+        ".initialization": ("init",),
+        ".mesh.init": ("init_mesh",),
+        ".recompute": ("remat",),
+        ".pictures": ("visualize",),
+        ".sharding.reshard": ("reshard",),
+        ".storage.offloading": ("offload",),
+        ".curvature.jacobian": ("hessian", "jacfwd", "jacrev"),
+        ".training.bind": ("apply", "bind"),
+        ".training.estimate": ("Estimate", "estimate"),
+        ".training.loss_scale": ("LossScale",),
+        ".training.norms": ("all_finite", "clip_by_global_norm", "global_norm"),
+        ".training.optimizer": ("Optimizer", "optimizer"),
+    }.items()
+    for name in names
 }
+_NAMESPACES = ("checkpoint", "codecs", "curvature", "debug", "testing", "virtual")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _NAMESPACES:
+        return import_module(f".{name}", __name__)
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(_ON_FIRST_USE[name], __name__)
-    return module if _ON_FIRST_USE[name] == f".{name}" else getattr(module, name)
+    return getattr(import_module(_ON_FIRST_USE[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_NAMESPACES})

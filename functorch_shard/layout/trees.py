@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..containers import opened
 from ..errors import name_problems, reject, table
-from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import GLOBAL_NAMESPACE, torch_pytree
 from .buffers import dtype_name
@@ -153,6 +152,8 @@ def is_number(x: Tensor, layout: Layout) -> bool:
 
 def participants_of(tree: Any) -> Mesh:
     """The mesh that a tree is sharded over; that of the job for a plain tree, or one with DTensors."""
+    from ..mesh.init import job_mesh
+
     layouts = [node.layout for node in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(node)]
     return layouts[0].mesh if layouts and not any(layout.tensor_meshes for layout in layouts) else job_mesh()
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..communication.backend import Axis
-from ..communication.process_group import as_bytes
 from ..communication.simulated import bit_sum
 from ..errors import first_difference
 from ..torch_internals.autograd import outside_transforms, without_batches
@@ -65,7 +64,7 @@ def _gather_bytes(data: bytes, axes: Sequence[Axis], device: torch.device) -> li
         rows: Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)[None]
         for axis in reversed(axes):
             rows = axis.issue("exchange", rows).wait()
-        return [as_bytes(row) for row in rows.cpu()]
+        return [bytes(row.tolist()) for row in rows]
 
 
 def value_lines(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[str]:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ..communication.backend import Axis, Backend, DetachedBackend
-from ..communication.process_group import GroupBackend
 from ..errors import axes_text
 from ..torch_internals.tensors import timeout_of
 
@@ -44,6 +43,8 @@ def backend_of(group: Any, device: torch.device) -> str | None:
 def group_axis(name: str, group: Any, rank: int, size: int, device: torch.device) -> Axis:
     """Return the ranks of a process group of torch as an axis, over the fastest backend for tensors on ``device``."""
     if backend_of(group, device) != "gloo":
+        from ..communication.process_group import GroupBackend
+
         return Axis(name, size, GroupBackend(group, rank, size))
     from ..gloo.backend import GlooBackend
 
@@ -70,8 +71,8 @@ def joint_backend(
         raise NotImplementedError(
             f"mesh[{', '.join(map(repr, names))}]: ranks of processes {found}, expected ascending"
         )
-    one = backends[several[0]]
-    timeout = timeout_of(one.group) if isinstance(one, GroupBackend) else None
+    one = getattr(backends[several[0]], "group", None)
+    timeout = timeout_of(one) if one else None
     group: Any = dist.new_group(found, timeout=timeout, use_local_synchronization=True)
     return group_axis("", group, index, len(found), device).backend
 

@@ -43,9 +43,11 @@ CORE = {"torch_internals", "communication", "mesh", "layout", "collectives", "st
 FEATURES = {
     *("checkpoint", "cli", "codecs", "curvature", "debug", "gloo", "graph", "initialization", "matrix", "pictures"),
     *("recompute", "sequential", "tensor_parallel", "testing", "virtual"),
-    *("communication.recorded", "communication.wrappers", "collectives.exchanges"),
-    *("mesh.launching", "sharding.overlapped_means", "sharding.reshard", "sharding.varying", "storage.offloading"),
-    *("torch_internals.satellites", "training.elementwise", "training.estimate"),
+    *("communication.process_group", "communication.recorded", "communication.wrappers", "collectives.exchanges"),
+    *("mesh.init", "mesh.launching", "sharding.overlapped_means", "sharding.reshard", "sharding.varying"),
+    *("storage.offloading", "torch_internals.satellites", "training.bind", "training.elementwise"),
+    *("training.estimate", "training.loss_scale", "training.norms", "training.optimizer", "training.optimizer_step"),
+    *("training.trials",),
 }
 Nodes = Callable[[ast.Module], Iterable[ast.AST]]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
