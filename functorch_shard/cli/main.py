@@ -1,6 +1,6 @@
 """The commands: ``python -m functorch_shard plan | inspect | verify | digest | consolidate``.
 
-python -m functorch_shard plan PACKAGE.MODULE:BUILD --ranks 8,64,512    # memory and traffic of a model on each rank
+python -m functorch_shard plan PACKAGE.MODULE:BUILD --ranks 8,64,512    # memory of a model on each rank
 python -m functorch_shard inspect CKPT            # names, shapes, dtypes, bytes, and plain values such as the step
 python -m functorch_shard verify CKPT             # read every byte; with a problem the exit status is 1
 python -m functorch_shard digest CKPT             # one SHA-256 of all values, for any layout and number of ranks
@@ -74,7 +74,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def plan(args: argparse.Namespace) -> str:
-    """Build the model, plan it for each number of ranks and format what each rank has and sends."""
+    """Build the model, plan it for each number of ranks and format what each rank has."""
     source, shards, units = _built(args.model), args.shards, args.units
     options: dict[str, Any] = {"units": int(units) if units.isdigit() else units}
     if wrong := [n for n in args.ranks if shards and n % shards]:
@@ -92,15 +92,12 @@ def _formatted(model: str, layouts: Sequence[Layout], expected: Sequence[Estimat
     first = layouts[0]
     numel = sum(slot.numel for slot in first.slots.values())
     title = f"{model}: {len(first.slots)} parameters, {numel:,} elements, {len(first.units)} units"
-    axes = [name for name, _ in first.axes]
-    rows = []
-    for layout, one in zip(layouts, expected, strict=True):
-        sent = [sum(x.sent for (axis, _), x in one.traffic.items() if axis == name) for name in axes]
-        sizes = [*(getattr(one, name) for name in _MEMORY), *sent]
-        rows.append([axes_text(layout.mesh.axes), layout.mesh.size, *map(size_text, sizes)])
-    header = ["mesh", "ranks", *_MEMORY, *(f"sent, {name}" for name in axes)]
+    rows = [
+        [axes_text(layout.mesh.axes), layout.mesh.size, *(size_text(getattr(one, name)) for name in _MEMORY)]
+        for layout, one in zip(layouts, expected, strict=True)
+    ]
     note = "Bytes of one rank in one step, without activations and without messages of a backend."
-    return "\n".join([title, "", table(rows, header), note])
+    return "\n".join([title, "", table(rows, ["mesh", "ranks", *_MEMORY]), note])
 
 
 def size_text(nbytes: int) -> str:
