@@ -221,12 +221,11 @@ class Gathered:
         found = [self._seen.pop(key) for key in keys]
         if found:
             changed = torch.stack([bit_sum(parts).cpu() != before.cpu() for parts, before, _ in found]).tolist()
-            problems = [
-                f"buffer {key!r} ({', '.join(names)}): written to inside of the function"
-                for key, (_, _, names), wrong in zip(keys, found, changed, strict=True)
-                if wrong
-            ]
-            reject(self._verb, problems, _ADVICE, RuntimeError)
+            if any(changed):
+                rows = zip(keys, found, changed, strict=True)
+                named = [f"buffer {key!r} ({', '.join(names)})" for key, (_, _, names), wrong in rows if wrong]
+                problems = [f"{name}: written to inside of the function" for name in named]
+                reject(self._verb, problems, _ADVICE, RuntimeError)
 
 
 @contextmanager

@@ -1,14 +1,14 @@
-"""Slots, buffers and units: the place of a parameter in a flat buffer; named tensors to flat buffers and back."""
+"""Slots, buffers and units: the place of a parameter in a flat buffer, and padding."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import lcm
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -174,32 +174,6 @@ def alignment(dtype: torch.dtype, align_bytes: int) -> int:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = None) -> Tensor:
-    """Concatenate the parameters of ``buffer`` into one 1-D tensor, behind any batch dims, with zeros for padding.
-
-    The gradient of one concatenation is one split, without padding. ``out`` may have another dtype.
-    """
-    like = tensors[buffer.slots[0].name]
-    batch = like.shape[: like.ndim - len(buffer.slots[0].shape)]
-    *gaps, last = buffer.split_sizes[::2]
-    parts = list[Tensor]()
-    for slot, gap in zip(buffer.slots, gaps, strict=True):
-        parts += [like.new_zeros(*batch, gap)] if gap else []
-        parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
-    parts += [like.new_zeros(*batch, last)] if last or not parts else []
-    return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
-
-
-def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
-    """Copy the parameters out of ``flat``, behind any batch dims, each to memory of its own, for ``as_strided``.
-
-    By one split and not by slices: the backward of every slice would allocate a zero buffer of full size.
-    """
-    parts: Any = torch.split_with_sizes_copy(flat, buffer.split_sizes, -1)  # its type has None, for out=
-    pairs, batch = zip(buffer.slots, parts[1::2], strict=True), flat.shape[:-1]
-    return {slot.name: part.view((*batch, *slot.shape)) for slot, part in pairs}
 
 
 def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor:

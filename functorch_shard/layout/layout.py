@@ -295,7 +295,9 @@ def holders_of(buffer: Buffer, layout: Layout) -> list[list[int]]:
 
 def shard_axis(layout: Layout) -> Axis:
     """The axis of the mesh that buffers are sharded over."""
-    return layout.mesh[layout.shard_axis]
+    if shard_axis not in layout.derived:
+        layout.derived[shard_axis] = layout.mesh[layout.shard_axis]
+    return layout.derived[shard_axis]
 
 
 def shard_index(buffer: Buffer, layout: Layout) -> Tensor | int:

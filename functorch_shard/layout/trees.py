@@ -21,7 +21,7 @@ from ..containers import opened
 from ..errors import name_problems, reject, table
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import GLOBAL_NAMESPACE, torch_pytree
-from .buffers import dtype_name
+from .buffers import Buffer, dtype_name
 from .layout import Layout, rank_dims
 
 Node = TypeVar("Node", "Sharded", "Full")
@@ -119,6 +119,32 @@ def take_tensors(tree: Any) -> tuple[list[Tensor], Callable[[Iterable[Any]], Any
         return optree.tree_unflatten(treedef, [next(rest) if isinstance(x, Tensor) else x for x in leaves])
 
     return [x for x in leaves if isinstance(x, Tensor)], put_back
+
+
+def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = None) -> Tensor:
+    """Concatenate the parameters of ``buffer`` into one 1-D tensor, behind any batch dims, with zeros for padding.
+
+    The gradient of one concatenation is one split, without padding. ``out`` may have another dtype.
+    """
+    like = tensors[buffer.slots[0].name]
+    batch = like.shape[: like.ndim - len(buffer.slots[0].shape)]
+    *gaps, last = buffer.split_sizes[::2]
+    parts = list[Tensor]()
+    for slot, gap in zip(buffer.slots, gaps, strict=True):
+        parts += [like.new_zeros(*batch, gap)] if gap else []
+        parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
+    parts += [like.new_zeros(*batch, last)] if last or not parts else []
+    return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
+
+
+def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
+    """Copy the parameters out of ``flat``, behind any batch dims, each to memory of its own, for ``as_strided``.
+
+    By one split and not by slices: the backward of every slice would allocate a zero buffer of full size.
+    """
+    parts: Any = torch.split_with_sizes_copy(flat, buffer.split_sizes, -1)  # its type has None, for out=
+    pairs, batch = zip(buffer.slots, parts[1::2], strict=True), flat.shape[:-1]
+    return {slot.name: part.view((*batch, *slot.shape)) for slot, part in pairs}
 
 
 def _not_a_buffer(key: str, tree: Sharded) -> str:

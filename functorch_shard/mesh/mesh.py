@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
+from operator import attrgetter
 from typing import Any, TypeVar, overload
 
 import optree
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..communication.backend import Axis
+from ..communication.backend import Axis, Backend
 from ..containers import Static, opened
 from ..errors import axes_text
 from ..torch_internals.autograd import eager
@@ -68,18 +69,22 @@ class Mesh(Static):
         group = self.device_mesh and self.device_mesh.get_group(0)
         return self._simulated.kind if self._simulated else group and backend_of(group, self.device)
 
-    @property
-    def is_simulated(self) -> bool:
-        """Whether code here has the values of all ranks, in rank dims: on simulated ranks.
+    @cached_property
+    def _backend(self) -> Backend:
+        return self._axes[0].backend  # all of them know where code runs
+
+    # Read a dozen times in a step, so without a call of Python.
+    is_simulated = property(
+        attrgetter("_backend.simulated"),
+        doc="""Whether code here has the values of all ranks, in rank dims: on simulated ranks.
 
         Inside ``spmd`` of ranks that run one after the other it is false: there code has the values of one rank.
-        """
-        return any(axis.backend.simulated for axis in self._axes)
-
-    @property
-    def in_spmd(self) -> bool:
-        """Whether code here runs as one of the ranks: always on real ranks, inside ``spmd`` on simulated ones."""
-        return self._axes[0].backend.in_rank  # as of all of them
+        """,
+    )
+    in_spmd = property(
+        attrgetter("_backend.in_rank"),
+        doc="Whether code here runs as one of the ranks: always on real ranks, inside ``spmd`` on simulated ones.",
+    )
 
     def __getitem__(self, name: str | tuple[str, ...]) -> Axis:
         """The axis of this name; of several, ``mesh["dp", "cp"]``, in the mesh's order, their ranks as one.

@@ -19,9 +19,9 @@ from torch import Tensor
 from ..collectives.rules import Encoding, averaged, gathered
 from ..collectives.sinks import prepare, sink_here
 from ..communication.simulated import watch
-from ..layout.buffers import Buffer, unpack
+from ..layout.buffers import Buffer
 from ..layout.layout import Layout, shard_axis
-from ..layout.trees import Full, Sharded, check_sharded, check_shards
+from ..layout.trees import Full, Sharded, check_sharded, check_shards, unpack
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import (
     Function,
@@ -161,7 +161,9 @@ def _of_stack(
     whole = dict[str, Tensor]()
     for key, buffer in layout.buffers.items():
         schedule = layout.schedules[key, dtype]
-        x = shards[key].to(working_device(shards[key], layout.mesh.device), non_blocking=True)
+        x = shards[key]
+        if x.device != layout.mesh.device:
+            x = x.to(working_device(x, layout.mesh.device), non_blocking=True)
         if layout.mesh.in_spmd:
             x = averaged(x, schedule) if buffer.differentiable else x
             x = gathered(x, schedule, codec)

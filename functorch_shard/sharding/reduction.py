@@ -30,8 +30,9 @@ from torch import Tensor
 from ..collectives.rules import Encoding, Schedule, across
 from ..collectives.sinks import Sink
 from ..communication.backend import Work
-from ..layout.buffers import Buffer, pack
+from ..layout.buffers import Buffer
 from ..layout.layout import Layout
+from ..layout.trees import pack
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import backward_comes_to
 from .shard import copy_dims
@@ -225,4 +226,6 @@ def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = Fa
         return x.to(returned)
     there = to_working_device(x, layout.mesh.device) if schedule.copies else x
     average = across(there, schedule).to(returned)
-    return x.copy_(average) if in_place and x.dtype == returned else to_memory_kind_of(average, x)
+    if in_place and x.dtype == returned:
+        return x.copy_(average)
+    return average if x.device == layout.mesh.device else to_memory_kind_of(average, x)

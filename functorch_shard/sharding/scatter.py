@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..collectives.rules import across, within
 from ..errors import first_difference
-from ..layout.buffers import Buffer, pack
+from ..layout.buffers import Buffer
 from ..layout.layout import Layout, lines_of
-from ..layout.trees import Full, Sharded, check_layout, map_items
+from ..layout.trees import Full, Sharded, check_layout, map_items, pack
 from ..layout.validation import check_grads
 from ..storage.memory_kind import to_working_device
 from ..torch_internals.autograd import eager

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from ..communication.backend import Axis, Finished, Work
 from ..communication.simulated import bit_sum
-from ..layout.buffers import unpack
 from ..layout.layout import Layout, shard_axis
+from ..layout.trees import unpack
 from ..storage.memory_kind import MemoryKind
 from ..torch_internals.autograd import NO_PASS, backward_pass, without_batches
 from ..torch_internals.tensors import write_count

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..collectives.primitives import linear_map_of
 from ..collectives.rules import Encoding, LinearMap
 from ..collectives.sinks import prepare, without_derivative
-from ..layout.buffers import Buffer, Slot, of_rank, pack
+from ..layout.buffers import Buffer, Slot, of_rank
 from ..layout.layout import Layout, merged, select_buffers, shard_index
 from ..layout.planning import named_tensors
-from ..layout.trees import Sharded, check_layout, check_sharded
+from ..layout.trees import Sharded, check_layout, check_sharded, pack
 from ..layout.validation import check_whole, local_part
 from ..mesh.agreement import value_lines
 from ..storage.memory_kind import to_working_device

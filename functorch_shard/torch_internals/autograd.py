@@ -44,6 +44,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
+Leaves = dict[int, Tensor]  # of the graph of a value, by id
 _BEFORE_ALL_OTHERS = 2**62
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
 _HELD = ContextVar("how many jvps only hold the level of forward mode", default=0)
@@ -184,10 +185,17 @@ def nodes(*roots: Any) -> list[Any]:
     return [*seen]
 
 
-def leaves_behind(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+def leaves_behind(outputs: Sequence[Tensor]) -> Leaves:
     """The leaves that ``outputs`` depend on in the graph of this level, by id."""
     found = [node.variable for node in nodes(*(x.grad_fn for x in outputs)) if hasattr(node, "variable")]
     return {id(x): x for x in (*found, *(x for x in outputs if x.requires_grad and x.grad_fn is None))}
+
+
+def leaves_used_by(value: Tensor) -> Leaves:
+    """Return the leaves that ``value`` depends on, without inputs that a node has only because it may use them."""
+    users = [node for node in nodes(value.grad_fn) if not getattr(node, "keeps_unused_inputs", False)]
+    found = [getattr(behind, "variable", None) for node in users for behind in nodes_behind(node)]
+    return {id(x): x for x in found if x is not None}
 
 
 def was_compiled(value: Tensor) -> bool:

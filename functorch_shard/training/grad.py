@@ -18,19 +18,21 @@ from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, is_node, take_tensors
 from ..sharding.reduction import mean_of_shard
 from ..torch_internals.autograd import (
+    Leaves,
     autograd_by_hand,
     eager,
     gradients_or_none,
     has_tangents,
     in_transform,
     leaves_behind,
+    leaves_used_by,
     needs_graph,
     outside_inference_mode,
     own_parametrizations,
     was_compiled,
     without_batches,
 )
-from .usage import Leaves, OwnRefused, is_unused, leaves_used_by, refuse_hidden, refuse_unused
+from .usage import OwnRefused, is_unused, refuse_hidden, refuse_unused
 
 Argnums = int | Sequence[int]
 Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout

@@ -15,9 +15,7 @@ from ..errors import reject
 from ..layout.layout import Layout, select_buffers
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
-from ..torch_internals.autograd import hooks_of, nodes, nodes_behind, without_batches
-
-Leaves = dict[int, Tensor]  # of the graph of a value, by id
+from ..torch_internals.autograd import hooks_of, without_batches
 
 _ADVICE = (
     "model(x) uses the module's own parameters, which are not trained. Gather the parameters and pass them: "
@@ -39,13 +37,6 @@ def is_unused(tree: Any, reduced: bool) -> bool:
     leaves = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
     parts = [torch.view_as_real(x) if x.is_complex() else x for x in leaves]
     return not any(bool((x.ne(0) | ~x.signbit()).any() if reduced else x.any()) for x in parts)
-
-
-def leaves_used_by(value: Tensor) -> Leaves:
-    """Return the leaves that ``value`` depends on, without inputs that a node has only because it may use them."""
-    users = [node for node in nodes(value.grad_fn) if not getattr(node, "keeps_unused_inputs", False)]
-    found = [getattr(behind, "variable", None) for node in users for behind in nodes_behind(node)]
-    return {id(x): x for x in found if x is not None}
 
 
 def refuse_hidden(

@@ -16,7 +16,7 @@ import functorch_shard as fs
 from functorch_shard.collectives.sinks import Sink
 from functorch_shard.communication import Backend, Collective, Finished, Work
 from functorch_shard.gloo.backend import SMALL_MESSAGE
-from functorch_shard.layout.buffers import pack
+from functorch_shard.layout.trees import pack
 from functorch_shard.sharding.reduction import Part, Reductions
 from functorch_shard.testing import assert_trees_close
 from tests.support.ranks import Ranks, gloo
