@@ -1,4 +1,4 @@
-"""Checkpoints against torch.distributed.checkpoint: time and memory, and what a save in flight costs a training loop.
+"""Checkpoints against torch.distributed.checkpoint: time, and bytes of tensors.
 
 python -m tests.benchmarks.checkpoints                                # 27M parameters and AdamW's state, two ranks
 python -m tests.benchmarks.checkpoints --rounds 1                     # the short form
@@ -6,30 +6,25 @@ python -m tests.benchmarks.checkpoints --rounds 1                     # the shor
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from functorch_shard.checkpoint import save
 from functorch_shard.testing import run_ranks
-from tests.benchmarks.tools import command_line, forget_peak, now_on_all_ranks, status
+from tests.benchmarks.tools import command_line, now_on_all_ranks
 from tests.benchmarks.workloads import WORKLOADS, Workload
 from tests.support.checkpoints import FSDP2, Ours
 from tests.support.live_bytes import LiveBytes
 
 BATCH, LR = 4, 1e-3
 Times = dict[str, list[float]]
-Memory = dict[str, list[float]]  # bytes: of tensors, and resident
+Memory = dict[str, float]  # bytes of tensors
 Calls = dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]]  # a save and a load, of a path
 
 
@@ -49,9 +44,7 @@ def measure(workload: str, rounds: int, directory: str) -> tuple[Times, Memory]:
             for verb, call in zip(("save", "load"), calls[name], strict=True):
                 times[f"{verb}, {name}"].append(_seconds(lambda call=call, path=path: call(path)))
             _remove(path)
-    times = {what: series[1:] for what, series in times.items()}
-    times |= _in_flight(ours, partial(ours.step, *batch), folder, rounds)
-    return times, {**_sizes(ours), **_memory(calls, folder)}
+    return {what: series[1:] for what, series in times.items()}, {**_sizes(ours), **_memory(calls, folder)}
 
 
 def _made(program: Any, work: Workload) -> Any:
@@ -72,78 +65,46 @@ def _remove(path: Path) -> None:
     dist.barrier()
 
 
-def _in_flight(ours: Ours, step: Callable[[], Any], folder: Path, rounds: int) -> Times:
-    """Steps with and without a save beside them, in turns, and how long the loop stood still for ``save`` itself."""
-    times: Times = {"step": [], "step, saving": [], "until save returns": [], "until it is there": []}
-    step()
-    for i in range(rounds):
-        times["step"].append(_seconds(step))
-        start = now_on_all_ranks()
-        future = save(folder / f"async-{i}", ours.tree(), async_save=True)
-        times["until save returns"].append(time.perf_counter() - start)
-        times["step, saving"].append(_seconds(step))
-        future.result()
-        times["until it is there"].append(time.perf_counter() - start)
-        _remove(folder / f"async-{i}")
-    return times
-
-
 def _memory(calls: Calls, folder: Path) -> Memory:
-    """The most beside what was there before: bytes of tensors, counted by torch's allocator, and resident bytes."""
-    found: Memory = {f"{verb}, {name}": [] for verb in ("save", "load") for name in calls}
+    """The most beside what was there before, counted by torch's allocator."""
+    found: Memory = {}
     for name in calls:
-        for growth in (_live_growth, _resident_growth):
-            path = folder / f"memory-{name}"
-            for verb, call in zip(("save", "load"), calls[name], strict=True):
-                found[f"{verb}, {name}"].append(growth(lambda call=call, path=path: call(path)))
-            _remove(path)
+        path = folder / f"memory-{name}"
+        for verb, call in zip(("save", "load"), calls[name], strict=True):
+            with LiveBytes() as live:
+                live.mark("before")
+                call(path)
+                live.mark("after")
+            found[f"{verb}, {name}"] = live.growth("before", "after")
+        _remove(path)
     return found
-
-
-def _live_growth(call: Callable[[], Any]) -> float:
-    with LiveBytes() as live:
-        live.mark("before")
-        call()
-        live.mark("after")
-    return live.growth("before", "after")
-
-
-def _resident_growth(call: Callable[[], Any]) -> float:
-    """Of this process, at its peak; Python's objects are in it."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # of glibc: or the call would use what is kept from calls before
-    forget_peak()
-    before = status("VmHWM")
-    call()
-    return status("VmHWM") - before
 
 
 def _sizes(ours: Ours) -> Memory:
     units = ours.params.layout.units
     return {
-        "a rank's tree": [3 * sum(b.shard_numel * b.dtype.itemsize for unit in units for b in unit.buffers)],
-        "largest unit": [max(sum(b.nbytes for b in unit.buffers) for unit in units)],
+        "a rank's tree": 3 * sum(b.shard_numel * b.dtype.itemsize for unit in units for b in unit.buffers),
+        "largest unit": max(sum(b.nbytes for b in unit.buffers) for unit in units),
     }
 
 
 def table(times: Times, memory: Memory, ranks: int) -> str:
-    nbytes, lines = ranks * memory["a rank's tree"][0], ["median s (fastest to slowest), MB/s of all ranks"]
+    nbytes, lines = ranks * memory["a rank's tree"], ["median s (fastest to slowest), MB/s of all ranks"]
     for what, series in times.items():
-        rate = f"{nbytes / 1e6 / statistics.median(series):8.0f}" if what[:4] in ("save", "load") else ""
-        line = f"  {what:20s} {statistics.median(series):8.3f} ({min(series):.3f} to {max(series):.3f}) {rate}"
-        lines.append(line.rstrip())
+        rate = f"{nbytes / 1e6 / statistics.median(series):8.0f}"
+        lines.append(f"  {what:20s} {statistics.median(series):8.3f} ({min(series):.3f} to {max(series):.3f}) {rate}")
     for verb in ("save", "load"):
         ratios = [a / b for a, b in zip(times[f"{verb}, ours"], times[f"{verb}, dcp"], strict=True)]
         lines.append(f"  {verb}, ours to dcp: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    lines.append("MB of a rank; beside it, at the peak: tensors, resident")
-    lines += [f"  {what:20s} {' '.join(f'{size / 1e6:8.1f}' for size in sizes)}" for what, sizes in memory.items()]
+    lines.append("MB of a rank's tensors; beside them, at the peak")
+    lines += [f"  {what:20s} {size / 1e6:8.1f}" for what, size in memory.items()]
     return "\n".join(lines)
 
 
 def check_memory(memory: Memory) -> None:
     """Neither has more than a unit at a time beside the tree."""
     for verb in ("save", "load"):
-        if memory[f"{verb}, ours"][0] > memory["largest unit"][0]:
+        if memory[f"{verb}, ours"] > memory["largest unit"]:
             raise AssertionError(f"{verb}: more bytes beside the tree than the largest unit has: {memory}")
 
 

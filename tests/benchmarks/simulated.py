@@ -1,16 +1,14 @@
 """A step on simulated ranks, as written and recorded, beside the same step without shards: a loop over ranks' batches.
 
-python -m tests.benchmarks.simulated                                 # 4 simulated ranks, four models: two minutes
+python -m tests.benchmarks.simulated                                 # 4 simulated ranks, three models: two minutes
 python -m tests.benchmarks.simulated --ranks 8 --models MLP --backends replay inductor
 
-Every contender takes the same samples and the same optimizer class. Each row names the operators that vmap runs rank
-by rank, for want of a batching rule.
+Every contender takes the same samples and the same optimizer class.
 """
 
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,30 +37,19 @@ class Words(nn.Module):
         return self.head(self.blocks(self.embed(tokens)))
 
 
-def classified(*shape: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    def batch(rank: int, size: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(rank)
-        return torch.randn(4 * size, *shape, generator=generator), torch.randint(10, (4 * size,), generator=generator)
-
-    return batch
+def classified(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4 * size, 64, generator=generator), torch.randint(10, (4 * size,), generator=generator)
 
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
 
 
-def convolutions() -> nn.Module:
-    first, second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, stride=2)
-    return nn.Sequential(
-        first, nn.GroupNorm(4, 32), nn.ReLU(), second, nn.ReLU(), nn.Flatten(1), nn.Linear(64 * 49, 10)
-    )
-
-
 GPT, SMALL = WORKLOADS["gpt"], WORKLOADS["small"]
 WORKS = {  # and the size of a rank's batch
-    "MLP": (Workload(mlp, classified(64), F.cross_entropy), 4),
+    "MLP": (Workload(mlp, classified, F.cross_entropy), 4),
     "200 layers of 64": (SMALL, 4),
-    "convolutions": (Workload(convolutions, classified(3, 16, 16), F.cross_entropy), 4),
     "2 blocks of the GPT": (Workload(Words, GPT.batch, GPT.loss), 1),
 }
 
@@ -112,16 +99,6 @@ def contenders(work: Workload, size: int, ranks: int, backends: Sequence[str]) -
     }
 
 
-def without_batching_rule(step: Step) -> set[str]:
-    """The operators that vmap runs once for each rank, by torch's own warnings."""
-    debug: Any = torch._C
-    debug._debug_only_display_vmap_fallback_warnings(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        step()
-    return {str(each.message).split("for ")[1].split(".")[0] for each in caught if "batching rule" in str(each.message)}
-
-
 def main() -> None:
     chosen = command_line(__doc__, ranks=4, rounds=15, models=[*WORKS], backends=["replay"])
     torch.set_num_threads(1)
@@ -133,7 +110,7 @@ def main() -> None:
         for each in losses.values():
             torch.testing.assert_close(each, losses[LOOP], rtol=1e-3, atol=1e-4)
         medians = {contender: statistics.median(ms) for contender, ms in in_turns(steps, chosen.rounds).items()}
-        print(f"{name}; rank by rank: {', '.join(without_batching_rule(steps['simulated'])) or '-'}")
+        print(name)
         for contender, ms in medians.items():
             print(f"  {contender:22s} {ms:8.2f}  {ms / medians[LOOP]:6.2f}  {first[contender]:8.0f}")
 
