@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from functorch_shard.testing import run_ranks
-from tests.benchmarks.gpu import copied
 from tests.benchmarks.memory_curve import CONTENDERS, PHASES, RANKS, curves_on_this_rank
 from tests.support.launching import printed
 from tests.support.pages import ROOT
@@ -46,20 +44,3 @@ def test_every_contender_runs_at_toy_size_and_has_the_losses_of_the_plain_model(
             assert ("error" in row) == ("CUDA graphs" in name), (title, name, row)
             assert row.get("losses", plain["losses"]) == plain["losses"], (title, name)
         assert f"| {next(iter(rows))} |" in out
-
-
-def test_copies_are_counted_once_and_overlap_with_kernels_alone() -> None:
-    def copy(way: str, ts: float, dur: float) -> dict[str, Any]:
-        return {"cat": "gpu_memcpy", "name": f"Memcpy {way}", "ts": ts, "dur": dur, "args": {"bytes": 20000}}
-
-    events = [
-        copy("HtoD (Pinned -> Device)", 0.0, 10.0),
-        copy("DtoH (Device -> Pinned)", 5.0, 15.0),
-        copy("DtoD (Device -> Device)", 0.0, 99.0),
-        {"cat": "kernel", "name": "gemm", "ts": 4.0, "dur": 4.0},
-        {"cat": "kernel", "name": "on another stream", "ts": 6.0, "dur": 3.0},
-        {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 50.0},
-    ]
-    seen = copied(events)  # from 0 to 20, and a kernel from 4 to 9
-    assert (seen["gb"], seen["gb_per_s"], seen["overlap"]) == pytest.approx((4e-5, 2.0, 0.25))
-    assert copied(events[3:]) == {}

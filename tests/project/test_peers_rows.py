@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -16,41 +16,22 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, two_layers
 from tests.support.ranks import gloo, on_each, simulated
 
-Tree = Any
 every_mesh = on_each([*simulated(5, {"replicate": 2, "shard": 3}), *gloo(2)])
 tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
-
-
-def samples(mesh: fs.Mesh, *sizes: int, seed: int = 1) -> tuple[Tensor, ...]:
-    """A global batch, two samples a rank, different on all of them."""
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(2 * mesh.size, n, generator=generator, dtype=torch.float64) for n in sizes)
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def gradients_of(loss: Callable[[dict[str, Tensor]], Tensor], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return torch.func.grad(loss)(dict(values))
-
-
 def whole(tree: fs.Sharded) -> dict[str, Tensor]:
     return dict(fs.gather(tree, lazy=False))
-
-
-def assert_close(actual: Tree, expected: Tree) -> None:
-    assert_trees_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 # Only values matter: gathered tensors are row-major.
 IN_MEMORY: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: torch.randn(5, 3, dtype=torch.float64).T,
     "channels_last": lambda: torch.randn(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last),
-    "one by one, channels_last": lambda: torch.randn(4, 3, 1, 1, dtype=torch.float64).to(
-        memory_format=torch.channels_last
-    ),
-    "every second column": lambda: torch.randn(3, 8, dtype=torch.float64)[:, ::2],
     "expanded": lambda: torch.randn(3, 1, dtype=torch.float64).expand(3, 4),
     "one element of a larger memory": lambda: torch.randn(9, dtype=torch.float64)[4],
 }
@@ -65,7 +46,7 @@ def test_parameters_that_are_not_contiguous_keep_their_values(mesh: fs.Mesh) -> 
     assert_trees_close(dict(full), values, rtol=0, atol=0)
     assert all(x.is_contiguous() for x in full.values())
     grads = mesh.spmd(fs.grad(lambda p: sum((x**3).sum() for x in fs.gather(p).values())))(params)
-    assert_close(whole(grads), {name: 3 * x**2 for name, x in values.items()})
+    assert_trees_close(whole(grads), {name: 3 * x**2 for name, x in values.items()}, rtol=1e-10, atol=1e-12)
 
 
 @every_mesh
@@ -136,8 +117,8 @@ def test_a_moving_average_sends_nothing_and_is_evaluated_like_parameters(mesh: f
         assert seen.total == 0
         plain = {name: x * (i + 2) for name, x in plain.items()}
         expected = {name: 0.75 * expected[name] + 0.25 * x for name, x in plain.items()}
-    (x,) = samples(mesh, 5)
+    x = torch.randn(2 * mesh.size, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     out = mesh.spmd(lambda a, f, x: functional_call(model, fs.gather(a, f), (x,)))(average, frozen, mesh.split(x))
     rest = {name: p for name, p in values_of(model).items() if name not in expected}
     wanted = mesh.split(functional_call(model, {**expected, **rest}, (x,)))  # what this process has
-    assert_close(out.flatten(0, -2), wanted.flatten(0, -2))
+    assert_trees_close(out.flatten(0, -2), wanted.flatten(0, -2), rtol=1e-10, atol=1e-12)
