@@ -129,13 +129,14 @@ def step() -> str:
             svg.rectangle(x(start), y + 2, wide, 18, look, f"{op or 'computation'}; operations {start} to {end}")
         )
         body += [svg.text(x(start) + 4, y + 15, name)] if op and (name := svg.fitting(op.key, wide - 6)) else []
-    points = [(x(end), base + chart * (1 - e.alive / traced.peak)) for e, end in zip(events, ends, strict=True)]
+    peak = max(e.alive for e in events)
+    points = [(x(end), base + chart * (1 - e.alive / peak)) for e, end in zip(events, ends, strict=True)]
     body += [
         svg.rectangle(left, base, right - left, chart, "fs-rest"),
         svg.text(16, base + 11, "bytes alive", "fs-faint"),
     ]
     body += [_steps([(left, base + chart), *points], "fs-ink-line")]
-    note = f"{ends[-1]:,} operations in order, not time; bytes after each event, the peak may be inside a computation"
+    note = f"{ends[-1]:,} operations in order, not time; bytes at each event, the most of a computation"
     body.append(svg.text(left, base + chart + 18, note, "fs-faint"))
     return svg.document(900, base + chart + 30, summary, body)
 

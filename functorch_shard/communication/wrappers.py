@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from threading import Lock
 
 import torch
@@ -28,18 +26,14 @@ class Traffic:
             ``(N - 1) / N`` of a ``psum_scatter``'s or ``all_to_all``'s, ``2 (N - 1) / N`` of a ``psum``'s or
             ``pmax``'s, rounded up. Where ranks send different numbers, as in a ``ppermute``, a ``ragged_all_to_all`` or
             a ``broadcast``, their mean.
-        seconds: from the start to the end of waiting.
-        blocked: of these, the seconds that the program spent in starting and in waiting; in the others it computed.
     """
 
     number: int = 0
     nbytes: int = 0
     sent: int = 0
-    seconds: float = 0.0
-    blocked: float = 0.0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Traffic(self.number + other.number, self.nbytes + other.nbytes, self.sent + other.sent)
 
 
 class Counter:
@@ -47,7 +41,7 @@ class Counter:
 
     It sees every collective of the handle that :meth:`Mesh.with_backend` returns, in whatever thread it is issued, on
     real and on simulated ranks, and on both counts what one rank does. What ``plan`` compares between ranks has the
-    kind ``"exchange"``. One counter may count several meshes. Times are those of the host: on CUDA, of issuing.
+    kind ``"exchange"``. One counter may count several meshes.
 
     Example:
         >>> counter = fs.communication.Counter()
@@ -64,25 +58,16 @@ class Counter:
 
     def __call__(self, axis: Axis) -> Axis:
         """What :meth:`Mesh.with_backend` asks for each axis."""
-        return wrap(partial(self._count, axis.size))(axis)
 
-    def _count(self, size: int, op: Collective, x: Tensor, send: Issue) -> Work:
-        if RUN.get().rank:  # of ranks that share this counter, one is counted
-            return send(op, x)
-        start = time.perf_counter()
-        work = send(op, x)  # where it may be refused
-        issued = time.perf_counter()
-        passed = issued - start
-        self.add(op.axis, op.kind, Traffic(1, op.nbytes, op.law.sent(op.nbytes, size), passed, passed))
+        def count(op: Collective, x: Tensor, send: Issue) -> Work:
+            work = send(op, x)  # where it may be refused
+            if not RUN.get().rank:  # of ranks that share this counter, one is counted
+                one, key = Traffic(1, op.nbytes, op.law.sent(op.nbytes, axis.size)), (op.axis, op.kind)
+                with self._lock:
+                    self._traffic[key] = self._traffic.get(key, Traffic()) + one
+            return work
 
-        def wait() -> Tensor:
-            again = time.perf_counter()
-            result = work.wait()
-            end = time.perf_counter()
-            self.add(op.axis, op.kind, Traffic(seconds=end - issued, blocked=end - again))
-            return result
-
-        return work if isinstance(work, Finished) else Work(wait)
+        return wrap(count)(axis)
 
     def __getitem__(self, axis_and_kind: tuple[str, str]) -> Traffic:
         return self.traffic.get(axis_and_kind, Traffic())
@@ -98,21 +83,15 @@ class Counter:
         """Over all axes and kinds."""
         return sum(self.traffic.values(), Traffic())
 
-    def add(self, axis: str, kind: str, traffic: Traffic) -> None:
-        """Count ``traffic``, as a backend of your own might."""
-        with self._lock:
-            self._traffic[axis, kind] = self._traffic.get((axis, kind), Traffic()) + traffic
-
     def clear(self) -> None:
         """Start again from nothing."""
         with self._lock:
             self._traffic.clear()
 
     def __str__(self) -> str:
-        lines = ["axis       kind          number         bytes          sent   seconds   blocked"]
+        lines = ["axis       kind          number         bytes          sent"]
         for (axis, kind), t in self.traffic.items():
-            sums = f"{t.number:8,d} {t.nbytes:13,d} {t.sent:13,d} {t.seconds:9.3f} {t.blocked:9.3f}"
-            lines.append(f"{axis:10s} {kind:12s} {sums}")
+            lines.append(f"{axis:10s} {kind:12s} {t.number:8,d} {t.nbytes:13,d} {t.sent:13,d}")
         return "\n".join(lines)
 
 

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from math import prod
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -22,7 +21,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..communication.collective import RECORD, START, WAIT, Collective, is_watched, started_by
 from ..communication.collective import record as mark
-from ..communication.wrappers import Traffic
 from ..containers import opened, refuse_opaque
 from ..errors import table
 from ..torch_internals.satellites import ON_VALUES, RefusedError, fake_copies, trace
@@ -163,7 +161,7 @@ class Event:
         what: ``"start"``, ``"wait"`` or ``"compute"``.
         collective: what is started or waited for.
         operations: of a computation, how many operators.
-        alive: bytes that the graph holds after it, without its inputs.
+        alive: the most bytes that the graph holds in it and after it, without its inputs.
     """
 
     what: str
@@ -179,13 +177,11 @@ class StepSchedule:
     Args:
         events: starts, waits, and the computations between them.
         inputs: bytes of the arguments.
-        peak: the most bytes alive at a time beside the inputs, messages of a backend not counted.
         simulated: the collectives of simulated ranks, which are arithmetic and no events.
     """
 
     events: tuple[Event, ...]
     inputs: int
-    peak: int
     simulated: tuple[Collective, ...]
 
     @property
@@ -198,20 +194,12 @@ class StepSchedule:
         """How many collectives of a kind one rank issues."""
         return sum(op.kind == kind for op in self.collectives)
 
-    def traffic(self, axes: Mapping[str, int]) -> dict[tuple[str, str], Traffic]:
-        """What one rank sends over axes of these sizes, ``mesh.axes``, as ``communication.Counter`` counts it."""
-        total: dict[tuple[str, str], Traffic] = {}
-        for op in self.collectives:
-            size = prod(axes[name] for name in op.axis.split(","))
-            one = Traffic(1, op.nbytes, op.law.sent(op.nbytes, size))
-            total[op.axis, op.kind] = total.get((op.axis, op.kind), Traffic()) + one
-        return total
-
     def __str__(self) -> str:
         rows = [_row(event) for event in self.events]
         kinds = dict.fromkeys(op.kind for op in self.collectives)
         numbers = ", ".join(f"{self.number(kind)} {kind}" for kind in kinds) or "no collectives"
-        last = f"{numbers}; inputs {self.inputs:,} bytes, peak beside them {self.peak:,} bytes"
+        peak = max((event.alive for event in self.events), default=0)
+        last = f"{numbers}; inputs {self.inputs:,} bytes, peak beside them {peak:,} bytes"
         header = ("", "kind", "axis", "buffer", "bytes", "operations", "alive")
         return "\n".join([table(rows, header, left=4), last])
 
@@ -230,20 +218,18 @@ def schedule_of(recording: Recording) -> StepSchedule:
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             given |= _storages(node)
-    moments = list(_alive(graph, given))
-    peak = max((alive for _, alive in moments), default=0)
-    return StepSchedule(tuple(_events(moments)), sum(given.values()), peak, tuple(recording.simulated))
+    return StepSchedule(tuple(_events(_alive(graph, given))), sum(given.values()), tuple(recording.simulated))
 
 
 def _events(moments: Iterable[tuple[Node, int]]) -> Iterator[Event]:
     operations, alive = 0, 0
     for node, now in moments:
         if node.target not in (START, WAIT):
-            operations, alive = operations + 1, now
+            operations, alive = operations + 1, max(alive, now)
             continue
         if operations:
             yield Event("compute", None, operations, alive)
-            operations = 0
+            operations, alive = 0, 0
         if node.target is START:
             yield Event("start", started_by(node.args), 0, now)
         else:

@@ -150,6 +150,7 @@ def test_the_collectives_of_a_replay_are_counted_as_those_of_the_step(mesh: fs.M
         counts.append(counted)
     first, eager, replayed = counts
     assert replayed.issued == compiled.schedules[0].collectives
+    assert compiled.schedules == [compiled.trace(program.params, data(mesh, 0))]
     assert [op for op in first.issued if op.kind != "exchange"] == replayed.issued
     ahead = Counter(eager.issued) - Counter(replayed.issued)  # gathers that nothing uses
     assert {op.kind for op in ahead} <= {"all_gather"}

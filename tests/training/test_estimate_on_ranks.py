@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.communication import Counter, Traffic
+from functorch_shard.communication import Counter
 from functorch_shard.testing import run_ranks
 from tests.support.gpt_steps import gpt_of, gpt_step
 from tests.support.live_bytes import LiveBytes
@@ -89,8 +89,8 @@ def test_memory_is_what_was_estimated() -> None:
         assert expected.peak - 2 * UNIT <= peak <= expected.peak + activations() + received
 
 
-def step_of_the_gpt(axes: dict[str, int], depth: int = 2) -> list[tuple[dict[Any, Traffic], int]]:
-    """What a rank sends in its third step, and the most bytes alive in it: counted, and traced."""
+def step_of_the_gpt(axes: dict[str, int], depth: int = 2) -> list[tuple[dict[Any, tuple[int, int]], int]]:
+    """The collectives of a rank's third step, and the most bytes alive in it: counted, and traced."""
     torch.set_num_threads(1)
     mesh, model, counter = fs.init_mesh(axes), gpt_of(depth), Counter()
     with LiveBytes() as live:
@@ -102,10 +102,13 @@ def step_of_the_gpt(axes: dict[str, int], depth: int = 2) -> list[tuple[dict[Any
         live.mark("step")
         step(params, state, *batch)
         live.mark("end")
-    traffic = {key: Traffic(one.number, one.nbytes, one.sent) for key, one in counter.traffic.items()}
-    schedule = fs.compile(step).trace(params, state, *batch)
-    traced = dict(schedule.traffic(mesh.axes))
-    return [(traffic, live.peak("step", "end")), (traced, schedule.inputs + schedule.peak)]
+    counted_ones = {key: (one.number, one.nbytes) for key, one in counter.traffic.items()}
+    schedule, traced = fs.compile(step).trace(params, state, *batch), dict[Any, tuple[int, int]]()
+    for op in schedule.collectives:
+        number, nbytes = traced.get((op.axis, op.kind), (0, 0))
+        traced[op.axis, op.kind] = number + 1, nbytes + op.nbytes
+    peak = schedule.inputs + max(event.alive for event in schedule.events)
+    return [(counted_ones, live.peak("step", "end")), (traced, peak)]
 
 
 @pytest.mark.slow
