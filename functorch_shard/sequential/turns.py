@@ -34,9 +34,8 @@ _BIND = (
 )
 _SETTINGS_CHANGED = (
     "spmd: a simulated rank waits for a collective inside of another torch.get_default_dtype(), "
-    "torch.nn.attention.sdpa_kernel, torch.autograd.detect_anomaly or torch.nn.utils.parametrize.cached. Torch keeps "
-    "it for the whole process, so the other ranks would be inside of it too. Set it around mesh.spmd; cache "
-    "parametrizations where nothing is communicated."
+    "torch.nn.attention.sdpa_kernel or torch.nn.utils.parametrize.cached, which hold for the whole process. Set it "
+    "around mesh.spmd; cache parametrizations where nothing is communicated."
 )
 
 
@@ -150,20 +149,17 @@ class Run:
         """Return when ``meeting`` is ready; others have their turns before."""
         if self._threads[rank] != get_ident():
             raise RuntimeError(
-                f"rank {rank} waits for a collective in a thread of autograd or of its own, where no other simulated "
-                "rank can have its turn. Communicate in the thread of the rank; in backward on a device, under "
-                "torch.autograd.set_multithreading_enabled(False)."
+                f"rank {rank} waits for a collective in a thread of autograd or of its own, where no other rank can "
+                "have its turn. Use torch.autograd.set_multithreading_enabled(False), and no threads."
             )
         self._waiting[rank] = meeting
         try:
             if (following := self._next()) != rank:
                 if _settings() != self._settings:
                     raise RuntimeError(_SETTINGS_CHANGED)
-                self._modules.end(rank)
                 self._numbers.end(rank)
                 self._pass_to(following)
                 self._locks[rank].acquire()
-                self._modules.begin(rank)
                 self._numbers.begin(rank)
         finally:
             del self._waiting[rank]
@@ -255,14 +251,10 @@ class _RandomNumbers:
 
 
 class _SharedModules:
-    """The modules that each rank is inside of: ``functional_call`` replaces their tensors until it returns.
-
-    Hooks of all modules, which are torch's public way to see calls, name them.
-    """
+    """What ranks would change for each other in modules: tensors, until a ``functional_call`` ends; modes; buffers."""
 
     def __init__(self) -> None:
-        self._inside = defaultdict[int, list[nn.Module]](list)
-        self._held: dict[int, dict[nn.Module, list[Tensor]]] = {}  # of each rank that waits inside: tensors by module
+        self._inside = defaultdict[int, list[nn.Module]](list)  # the modules that each rank calls now
         self._modes = WeakKeyDictionary[nn.Module, dict[int, bool]]()  # at the first call of each rank
         self._buffers: dict[int, tuple[int, int, Tensor]] = {}  # by id: who used it first, and its version then
 
@@ -278,20 +270,14 @@ class _SharedModules:
             before.remove()
             after.remove()
 
-    def begin(self, rank: int) -> None:
-        del self._held[rank]
-
-    def end(self, rank: int) -> None:
-        self._held[rank] = {part: _tensors(part) for module in self._inside[rank] for part in module.modules()}
-
     def _enter(self, rank: int, module: nn.Module) -> None:
         self._inside[rank].append(module)
-        for other, held in self._held.items():
-            if any(part in held and _is_replaced(part, held[part]) for part in module.modules()):
-                raise RuntimeError(
-                    f"rank {rank} calls {type(module).__name__} while rank {other} waits for a collective inside of "
-                    f"it, with other tensors in place of its own. {_BIND}"
-                )
+        held = [part for other, inside in self._inside.items() if other != rank for m in inside for part in m.modules()]
+        if held and not {*held}.isdisjoint(module.modules()):
+            raise RuntimeError(
+                f"rank {rank} calls {type(module).__name__} while another rank waits for a collective inside of it. "
+                f"{_BIND}"
+            )
         modes = self._modes.setdefault(module, {})
         modes.setdefault(rank, module.training)
         if len({*modes.values()}) > 1:
@@ -308,19 +294,8 @@ class _SharedModules:
                 raise RuntimeError(f"ranks write to the buffer {name!r} of {type(module).__name__}. {_BIND}")
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
-def _is_replaced(module: nn.Module, before: list[Tensor]) -> bool:
-    now = _tensors(module)
-    changed = len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True))
-    return changed or any(not isinstance(p, nn.Parameter) for p in module.parameters(recurse=False))
-
-
 def _settings() -> tuple[object, ...]:
-    """Return what contexts of torch change for the whole process; all ranks have the same while one waits."""
+    """Return what changes values and holds for the whole process; all ranks have the same while one waits."""
     cuda = torch.backends.cuda
     kernels = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
-    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    return torch.get_default_dtype(), kernels, cuda.cudnn_sdp_enabled(), anomaly, parametrizations_are_cached()
+    return torch.get_default_dtype(), kernels, cuda.cudnn_sdp_enabled(), parametrizations_are_cached()

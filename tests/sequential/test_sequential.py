@@ -259,17 +259,13 @@ class Communicating(nn.Module):
         return y * self.after
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_collective_inside_of_functional_call_is_refused_and_the_model_is_as_before(nested: bool) -> None:
+def test_a_collective_inside_of_functional_call_is_refused_and_the_model_is_as_before() -> None:
     mesh = mesh_of()
     model = Communicating(mesh)
     own = dict(model.named_parameters())
 
     def forward(x: Tensor) -> Tensor:
         given = {"before": x + 1, "after": torch.full((2,), 10.0**mesh.rank)}
-        if nested:
-            inside = {f"inner.{name}": torch.zeros(2) for name in own}
-            return functional_call(Wrapping(model), inside, (x, given))
         return functional_call(model, given, (x,))
 
     assert "fs.bind(model, full)(x) in place of functional_call(model, full, (x,))" in refused(
@@ -280,18 +276,6 @@ def test_a_collective_inside_of_functional_call_is_refused_and_the_model_is_as_b
     assert torch.equal(
         one.spmd(lambda x: functional_call(Communicating(one), {"after": x}, (x,)))(rows(1)), rows(1) ** 2
     )
-
-
-def test_a_rank_does_not_call_a_model_with_the_weights_of_one_that_waits() -> None:
-    mesh = mesh_of(2)
-    model = Communicating(mesh)
-
-    def late(x: Tensor) -> Tensor:
-        if mesh.rank == 1:
-            model(x)  # with its own weights
-        return functional_call(model, {"before": x, "after": x}, (x,))
-
-    assert "rank 1 calls Communicating while rank 0 waits" in refused(mesh.spmd(late), rows(2))
 
 
 def test_a_mode_that_another_rank_changed_is_refused_and_a_bound_copy_has_its_own() -> None:
@@ -312,17 +296,6 @@ def test_a_mode_that_another_rank_changed_is_refused_and_a_bound_copy_has_its_ow
     assert "in training and in evaluation mode" in refused(mesh.spmd(shared), params, rows(2))
     model.train()
     assert_trees_close(mesh.spmd(bound)(params, rows(2)), model[0](rows(2)).detach())
-
-
-class Wrapping(nn.Module):
-    """A functional call inside of another one, of the same module."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor, given: dict[str, Tensor]) -> Tensor:
-        return functional_call(self.inner, given, (x,))
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)], ids=type)
