@@ -38,9 +38,8 @@ def init_mesh(
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks; the message gives the product. Or a ``timeout``
-            that is not above 0, or that comes with a process group that exists or without one. Or a ``device`` that the
-            process group has no backend for. Or ``srun`` or ``mpirun`` started several processes, without ``RANK`` and
-            ``WORLD_SIZE``: each would be a job of its own. ``init_mesh(1)`` asks for that.
+            without a process group that is made here. Or ``srun`` or ``mpirun`` started several processes, without
+            ``RANK`` and ``WORLD_SIZE``: each would be a job of its own. ``init_mesh(1)`` asks for that.
         RuntimeError: later, from a collective of gloo ranks: another rank has ended, or stalled for longer than the
             timeout. It names that rank, by its number in the default group, with torch's error as its cause, up to a
             tenth of the timeout later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog
@@ -57,7 +56,11 @@ def init_mesh(
 
     exists, launched = _has_group(), is_launched()
     where = choose_device(device, dist.get_backend_config() if exists else None, torch.cuda.is_available())
-    patience = _patience(timeout, exists, launched)
+    patience = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+    if patience is not None and (exists or not launched):
+        raise ValueError(
+            "init_mesh: timeout: only of a process group that is made here; init_process_group has it for its own"
+        )
     if not exists and not launched:
         if axes != 1 and not (isinstance(axes, Mapping) and set(axes.values()) == {1}):  # it may be one of several
             check_alone()
@@ -75,17 +78,11 @@ def init_mesh(
 
 def choose_device(given: torch.device | str | None, backends: str | None, has_cuda: bool) -> torch.device:
     """Return the device of this rank: CUDA if available, unless the process group has no CUDA backend but gloo."""
-    served = None if backends is None else dict(pair.split(":") for pair in backends.split(","))
-    if given is None:  # gloo knows CUDA tensors too, but who asked for gloo asked for the CPU
-        cuda = has_cuda and (served is None or served.get("cuda", "gloo") != "gloo")
-        return torch.device("cuda" if cuda else "cpu")
-    device = torch.device(given)
-    if served is not None and device.type not in served:
-        raise ValueError(
-            f"init_mesh: device: got {str(device)!r}, but the process group that exists has backends for "
-            f"{', '.join(served)} alone ({backends}). Name one in init_process_group, or omit the device."
-        )
-    return device
+    if given is not None:
+        return torch.device(given)
+    # gloo knows CUDA tensors too, but who asked for gloo asked for the CPU
+    by_gloo = backends and dict(pair.split(":") for pair in backends.split(",")).get("cuda", "gloo") == "gloo"
+    return torch.device("cuda" if has_cuda and not by_gloo else "cpu")
 
 
 def select_device(device: torch.device, local_rank: str | None) -> None:
@@ -112,18 +109,6 @@ def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _patience(timeout: timedelta | float | None, exists: bool, launched: bool) -> timedelta | None:
-    if timeout is None:
-        return None
-    patience = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if patience <= timedelta():
-        raise ValueError(f"init_mesh: timeout: got {timeout}, expected more than 0 seconds")
-    if exists or not launched:
-        state = "exists already: pass its timeout to init_process_group" if exists else "is made for one rank: omit it"
-        raise ValueError(f"init_mesh: timeout: got {timeout}, but the process group {state}.")
-    return patience
-
-
 def _fill(given: int | Mapping[str, int] | None, num_ranks: int) -> dict[str, int]:
     """Return the sizes with ``-1`` replaced, checked to multiply to ``num_ranks``."""
     axes = {"shard": given} if isinstance(given, int) else given or {"shard": -1}
@@ -132,9 +117,6 @@ def _fill(given: int | Mapping[str, int] | None, num_ranks: int) -> dict[str, in
     sizes = {name: num_ranks // known if [name] == rest and known > 0 else size for name, size in axes.items()}
     check_axes("init_mesh", sizes)
     if prod(sizes.values()) != num_ranks:
-        inherited = (
-            " (WORLD_SIZE, which a process that a rank starts inherits: env -u RANK -u WORLD_SIZE starts it alone)"
-        )
-        made = f"init_mesh: {axes_text(axes)} makes {prod(sizes.values())} ranks, but there are {num_ranks}"
-        raise ValueError(made + inherited * (num_ranks > 1 and not _has_group()))
+        made = prod(sizes.values())
+        raise ValueError(f"init_mesh: {axes_text(axes)} makes {made} ranks, but there are {num_ranks}")
     return sizes

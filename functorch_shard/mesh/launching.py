@@ -47,11 +47,8 @@ def make_group(device: torch.device, timeout: timedelta | None) -> None:
     # when the program destroys it. Torch imports it with its optimizers.
     import_module("torch.distributed.nn.functional")
     options: dict[str, Any] = {}
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if size == 1:  # needs no port, which a process that this one started may have taken
-        options = {"store": dist.HashStore(), "rank": rank, "world_size": size}
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        patience = timeout or timedelta(minutes=30)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank, size, patience = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout or timedelta(minutes=30)
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience)
         fresh = dist.PrefixStore(fresh_prefix(store, rank, size, patience), store)
         options = {"store": fresh, "rank": rank, "world_size": size}

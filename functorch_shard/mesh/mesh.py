@@ -160,8 +160,8 @@ class Mesh(Static):
             ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` varies.
             TypeError: an argument, or the result, has tensors inside of an object that is not such a container.
                 Modules, functions and optimizers are passed through.
-            RuntimeError: called inside ``spmd`` of the same mesh. Or simulated ranks cannot do it because they are a
-                vmap (an ``if`` on values, buffers that are written to, a checkpoint): the message says what instead.
+            RuntimeError: called inside ``spmd`` of the same mesh. Or batched ranks cannot do it because they are a vmap
+                (an ``if`` on values, buffers that are written to, a checkpoint), by torch's own error.
                 Sequential ranks: they wait for each other, or issue different collectives; the message has the lines.
             NotImplementedError: ``fn`` is differentiated through ``torch.utils.checkpoint``, on batched ranks. Or a
                 transform or a compiler is around the function, on sequential ones.
@@ -285,7 +285,6 @@ class Mesh(Static):
             A mesh of the same axes. Wrapped again, the last wrap is asked first. All ranks have to wrap alike.
 
         Raises:
-            TypeError: ``wrap`` returned something else than an axis or a ``fs.communication.Backend``.
             ValueError: a backend of your own for an axis that is wrapped already: nothing would go through the wrap.
 
         Example:

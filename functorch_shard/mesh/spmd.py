@@ -5,10 +5,8 @@ See Note [Ranks as a batch axis] in mesh.py.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from math import prod
@@ -90,7 +88,7 @@ class BatchedRanks(Simulated):
             run: Callable[..., Any] = one_rank
             for ranks in reversed(self._ranks.values()):
                 run = _over_axis(run, ranks, [*call.starts.values()], randomness, device)
-            with writes_refused(), _ways_out(), default_group(prod(sizes)):
+            with writes_refused(), default_group(prod(sizes)):
                 stacked = iter(run(*[call.leaves[i] for i in call.starts]))
             leaves, treedef, over = made
             tree = treedef.unflatten([next(stacked) if isinstance(x, Tensor) else x for x in leaves])
@@ -130,24 +128,6 @@ def _is_of_one_rank(x: Any) -> bool:
 
 
 NESTED = "spmd: this code already runs as one rank of the same mesh; call the undecorated function."
-_LIMITS = r"vmap|functorch|setup_context|saved tensor hooks|SaveInputs|[Bb]atch(ed|ing| norm)|stack exp|broadcast shape"
-_WAYS_OUT = (
-    "Simulated ranks are one torch.func.vmap, which has no rule for this. simulated_mesh(..., kind='sequential') runs "
-    "any program; guides/errors.md of the docs has what else to write."
-)
-
-
-@contextmanager
-def _ways_out() -> Iterator[None]:
-    """Add to errors of vmap, which torch raises, what the caller can do."""
-    try:
-        yield
-    except (RuntimeError, NotImplementedError) as error:
-        text = str(error)
-        if type(error) in (RuntimeError, NotImplementedError) and re.search(_LIMITS, text) and "simulated" not in text:
-            raise RuntimeError(f"spmd: {text}\n{_WAYS_OUT}") from error
-        raise
-
 
 # Rank dims, of ranks of every kind.
 

@@ -205,9 +205,8 @@ def test_a_backend_from_nothing_gives_what_simulated_ranks_do() -> None:
     assert {op.key for op in seen[1:]} == {"(root)"}
 
 
-def test_only_backends_go_into_a_mesh() -> None:
+def test_a_backend_behind_a_wrapper_is_refused() -> None:
     mesh = fs.simulated_mesh(2)
-    assert "wrap returned str, expected what communication.wrap" in refused(mesh.with_backend, lambda axis: axis.name)
     wrapped = mesh.with_backend(Counter())
     assert "is wrapped already" in refused(wrapped.with_backend, lambda axis: copy.copy(axis.backend))
 

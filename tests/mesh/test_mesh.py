@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functorch_shard as fs
@@ -61,11 +60,6 @@ DEVICES = [
 @pytest.mark.parametrize(("given", "backends", "has_cuda", "device"), DEVICES, ids=str)
 def test_ranks_work_where_their_process_group_does(given: Any, backends: Any, has_cuda: bool, device: str) -> None:
     assert choose_device(given, backends, has_cuda) == torch.device(device)
-
-
-def test_a_device_that_the_process_group_does_not_serve_is_refused() -> None:
-    text = refused(choose_device, "cpu", "cuda:nccl", True)
-    assert "init_mesh: device: got 'cpu', but the process group that exists has backends for cuda alone" in text
 
 
 def test_spmd_is_the_function_itself_on_real_ranks() -> None:
@@ -248,7 +242,7 @@ def test_no_simulated_rank_is_told_that_it_is_number_0() -> None:
     assert torch.equal(number.flatten(), torch.arange(mesh.size))
 
 
-# What simulated ranks refuse because they are a vmap names the way out; other errors pass unchanged.
+# What a vmap refuses.
 
 
 class WithoutSetup(torch.autograd.Function):
@@ -269,46 +263,22 @@ def by_hand(x: Tensor) -> Tensor | None:
     return w.grad
 
 
-CASES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "item": (lambda x: x.sum().item(), r"calling \.item"),
-    "if": (lambda x: x if x.sum() > 0 else -x, "data-dependent control flow"),
-    "nonzero": (lambda x: x.nonzero(), "dynamic shape"),
-    "deepcopy": (copy.deepcopy, "Cannot access storage of BatchedTensorImpl"),
-    "function": (lambda x: WithoutSetup.apply(x, torch.ones(6, 2)), "setup_context"),
-    "backward": (by_hand, "inside a functorch transform"),
+CASES: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "if": lambda x: x if x.sum() > 0 else -x,
+    "nonzero": lambda x: x.nonzero(),
+    "deepcopy": copy.deepcopy,
+    "function": lambda x: WithoutSetup.apply(x, torch.ones(6, 2)),
+    "backward": by_hand,
 }
 
 
-@pytest.mark.parametrize(("fn", "words"), CASES.values(), ids=CASES)
-def test_a_limit_of_a_vmap_names_the_ranks_that_do_not_have_it(fn: Any, words: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"spmd: .*{words}") as caught:
-        fs.simulated_mesh({"a": 2, "b": 3}).spmd(fn)(torch.randn(2, 3, 3, 6))
-    assert "simulated_mesh(..., kind='sequential') runs any program" in str(caught.value)
-    assert str(caught.value.__cause__) in str(caught.value)
-
-
-@pytest.mark.parametrize("fn", [fn for fn, _ in CASES.values()], ids=CASES)
+@pytest.mark.parametrize("fn", CASES.values(), ids=CASES)
 def test_what_a_vmap_refuses_runs_on_ranks_that_run_one_after_the_other(fn: Any) -> None:
     x = torch.randn(4, 3, 6)
+    refused(fs.simulated_mesh(4).spmd(fn), x)
     torch.manual_seed(0)
     results = fs.simulated_mesh(4, kind="sequential").spmd(fn, out_dims="list", randomness="same")(x)
     for row, result in zip(x, results, strict=True):
         torch.manual_seed(0)
         torch.testing.assert_close(result, fn(row))
-
-
-def test_errors_of_the_users_own_pass_unchanged() -> None:
-    class OwnError(RuntimeError):
-        pass
-
-    for error in (RuntimeError("it is broken"), OwnError("vmap: It looks like you're calling .item()"), KeyError("x")):
-
-        def fails(x: Tensor, error: Exception = error) -> Tensor:
-            raise error
-
-        with pytest.raises(type(error)) as caught:
-            fs.simulated_mesh(4).spmd(fails)(torch.ones(4))
-        assert caught.value is error
-    assert "mat1 and mat2" in refused(
-        fs.simulated_mesh(4).spmd(lambda x: F.linear(x, torch.ones(5, 5))), torch.ones(4, 3, 6)
-    )
