@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -67,19 +66,6 @@ def derived(mesh: fs.Mesh, inner: str, tasks: list[str], lazy: tuple[bool | None
 def test_the_gradient_is_exact_through_gradients_steps_and_penalties(inner: str, ranks: Ranks) -> None:
     want = expected(ranks.size, tasks(ranks))
     for results in ranks.run(derived, inner, tasks(ranks), gathered(inner, ranks)):
-        assert_trees_close(results, [want] * len(results), rtol=1e-10, atol=1e-13)
-
-
-def products(mesh: fs.Mesh) -> list[dict[str, fs.Full]]:
-    outers = [fs.grad, torch.func.grad, *([] if mesh.is_simulated else [by_backward])]
-    ways = product(("fs.grad", "torch.func.grad"), lazy_and_at_once(mesh), outers)
-    return [on_mesh(mesh, sharded_side(*way), ["reverse over reverse"]) for way in ways]
-
-
-@every_kind
-def test_a_hessian_product_by_psum_is_right_whoever_differentiates(ranks: Ranks) -> None:
-    want = expected(ranks.size, ["reverse over reverse"])
-    for results in ranks.run(products):
         assert_trees_close(results, [want] * len(results), rtol=1e-10, atol=1e-13)
 
 

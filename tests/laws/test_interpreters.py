@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from random import Random
 from typing import Any
 
@@ -84,11 +83,8 @@ def cases(axes: Mapping[str, int]) -> list[Case]:
             whole=random.random() < 0.3,
             seed=seed,
         )
-        for seed in range(24)
+        for seed in range(12)
     ]
-
-
-PARTS: list[Any] = [slice(0, 12), pytest.param(slice(12, 24), marks=pytest.mark.slow)]
 
 
 def loss(full: fs.Full, x: Tensor) -> Tensor:
@@ -130,19 +126,11 @@ def result(case: Case, params: fs.Sharded, lazy: bool | None) -> Result:
     return ways, {key: (one.number, one.nbytes) for key, one in counter.traffic.items()}
 
 
-def results(mesh: fs.Mesh, ways: list[bool | None], part: slice) -> list[list[Result]]:
-    """Of each case of these axes, by each way to gather."""
-    sharded = [(case, fs.shard(case.values, case.plan(mesh))) for case in cases(dict(mesh.axes))[part]]
+def results(mesh: fs.Mesh) -> list[list[Result]]:
+    """Of each case of these axes, by each way to gather: on real ranks two."""
+    sharded = [(case, fs.shard(case.values, case.plan(mesh))) for case in cases(mesh.axes)]
+    ways = [None] if mesh.is_simulated else [False, True]
     return [[result(case, params, lazy) for lazy in ways] for case, params in sharded]
-
-
-def of_ranks(ranks: Ranks, part: slice) -> list[list[list[Result]]]:
-    return _of_ranks(ranks, part.start, part.stop)
-
-
-@cache
-def _of_ranks(ranks: Ranks, start: int, stop: int) -> list[list[list[Result]]]:
-    return ranks.run(results, [False, True] if ranks.real else [None], slice(start, stop))
 
 
 def bits(x: Tensor) -> Tensor:
@@ -158,31 +146,11 @@ def assert_bitwise(actual: Any, expected: Any, case: Case) -> None:
             assert torch.equal(bits(actual[way][key]), bits(x)), (case, way, key, actual[way][key], x)
 
 
-def on_gloo(test: Any) -> Any:
-    """Half of the cases by default, the other half with ``-m slow``."""
-    each_part = pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.start}..{part.stop - 1}")
-    return pytest.mark.parametrize("ranks", gloo(*AXES), ids=str)(each_part(test))
-
-
-@on_gloo
-def test_differentiable_and_asynchronous_ranks_agree_bitwise(ranks: Ranks, part: slice) -> None:
-    for of_rank in of_ranks(ranks, part):
-        for case, ((differentiable, sent), (asynchronous, same)) in zip(cases(ranks.axes)[part], of_rank, strict=True):
-            assert same == sent, case
+@pytest.mark.parametrize("ranks", gloo(*AXES), ids=str)
+def test_both_interpreters_and_simulated_ranks_agree_bitwise(ranks: Ranks) -> None:
+    for real, simulated in zip(ranks.run(results), ranks.simulated.run(results), strict=True):
+        for case, two, ((expected, sent),) in zip(cases(ranks.axes), real, simulated, strict=True):
+            (differentiable, by_one), (asynchronous, by_other) = two
+            assert by_one == by_other == sent, case
             assert_bitwise(asynchronous, {way: differentiable[way] for way in asynchronous}, case)
-
-
-@on_gloo
-def test_gloo_ranks_and_simulated_ranks_agree_bitwise(ranks: Ranks, part: slice) -> None:
-    for real, simulated in zip(of_ranks(ranks, part), of_ranks(ranks.simulated, part), strict=True):
-        for case, ((ways, sent), _), ((expected, same),) in zip(cases(ranks.axes)[part], real, simulated, strict=True):
-            assert same == sent, case
-            assert_bitwise(ways, expected, case)
-
-
-def test_the_sample_has_every_kind_of_case() -> None:
-    every = [case for axes in AXES for case in cases(axes)]
-    assert {case.dtype for case in every} == {F16, BF16, F32, F64, torch.complex64}
-    assert {case.codec for case in every} == {None, *CODECS}
-    assert {case.reduction for case in every} == {"mean", "sum"}
-    assert {case.policy.reduce_dtype for case in every} == {None, F16, BF16, F32, F64}
+            assert_bitwise(differentiable, expected, case)
