@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from tests.device.ranks import DEVICE, on_device
-from tests.support.device_laws import LAWS, gradients_of_offloaded_shards_are_the_same_every_time
-
-FEWER_TIMES = {
-    "gradients of shards on the CPU": partial(gradients_of_offloaded_shards_are_the_same_every_time, times=3)
-}
-ALL = LAWS | FEWER_TIMES
+from tests.support.device_laws import LAWS
 
 
 def holds(law: str) -> None:
-    ALL[law](torch.device(DEVICE))
+    LAWS[law](torch.device(DEVICE))
 
 
-@pytest.mark.parametrize("law", ALL)
+@pytest.mark.parametrize("law", LAWS)
 def test_on_the_simulated_accelerator(law: str) -> None:
     on_device(holds, law)

@@ -9,4 +9,4 @@ from tests.support.rank_laws import run
 
 @pytest.mark.slow
 def test_on_two_gloo_ranks_that_torchrun_starts() -> None:
-    run("programs", "cpu")
+    run("cpu")

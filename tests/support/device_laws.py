@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.device.programs import NOT_IN_A_BATCH, PROGRAMS, loss_of, result, stack, tolerance, train
+from tests.device.programs import NOT_IN_A_BATCH, PROGRAMS, loss_of, result, stack, tolerance
 from tests.support import steps
 from tests.support.models import awkward
 
@@ -114,22 +114,14 @@ def recomputed_functions_draw_the_same_numbers(device: torch.device, make: Calla
     assert_trees_close(gradients(fs.remat), gradients(lambda loss: loss), rtol=0, atol=0)
 
 
-def gradients_of_offloaded_shards_are_the_same_every_time(device: torch.device, times: int = 50) -> None:
+def gradients_of_offloaded_shards_are_the_same_every_time(device: torch.device) -> None:
     """Autograd brings gradients of what is on the CPU home in another thread than those of what is on a GPU."""
     model, params, x = stack(one_rank(device))
     away = fs.offload(params, "cpu")
-    for i in range(times):
+    for i in range(50 if device.type == "cuda" else 3):
         (grads, value), wanted = (fs.grad_and_value(loss_of, 1)(model, p, x * (i + 1)) for p in (away, params))
         assert devices_of(grads) == {torch.device("cpu")}
         assert_trees_close(result([dict(grads), value]), result([dict(wanted[0]), wanted[1]]))
-
-
-def recorded_steps_train_as_eager_ones(
-    device: torch.device, make: Callable[[torch.device], fs.Mesh], backend: str
-) -> None:
-    """Bitwise where the operators are the same; a compiler may fuse and reorder them."""
-    mesh, tolerance = make(device), 0 if backend == "replay" else 1e-4
-    assert_trees_close(train(mesh, backend=backend), train(mesh), rtol=tolerance, atol=tolerance)
 
 
 def a_program_gives_what_it_gives_on_the_cpu(
@@ -144,7 +136,6 @@ OF_ONE_MESH: dict[str, Callable[..., None]] = {
     "steps are those of torch": steps_are_those_of_torch,
     "a checkpoint comes back bitwise": a_checkpoint_comes_back_bitwise,
     "recomputed functions draw the same numbers": recomputed_functions_draw_the_same_numbers,
-    "recorded steps train as eager ones": partial(recorded_steps_train_as_eager_ones, backend="replay"),
     **{
         name: partial(a_program_gives_what_it_gives_on_the_cpu, name=name)
         for name in PROGRAMS
