@@ -1,9 +1,8 @@
 """Test whether an optimizer class updates shards as it updates whole tensors.
 
-The class runs on whole tensors of several shapes, and on uneven flat parts of the same elements, with only parameter,
-gradient and state kept between steps. Sizes are above the thresholds of classes that quantize or factor large tensors,
-and steps are more than warm-ups take. Dependences that appear for some values only are found in the operators: one
-whose result has fewer elements than the tensor combines elements.
+It runs on whole tensors of several shapes, and on uneven flat parts of the same elements, with only parameter, gradient
+and state kept between steps. Sizes are above the thresholds of classes that quantize or factor large tensors. An
+operator whose result has fewer elements than a whole tensor shows a dependence that appears for some values only.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from .trials import Class, Options, apart, on_host, scattered, state_of, take_st
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
 _SIZES = [*map(prod, _SHAPES)]
 _CUTS = (0, 4097, 8290, 25377, sum(_SIZES))  # odd sizes, boundaries inside a row
-_NUM_STEPS = 12
+_NUM_STEPS = 12  # more than warm-ups take
 
 
 def check_elementwise(cls: type[torch.optim.Optimizer], **options: Any) -> None:
@@ -46,21 +46,20 @@ def check_elementwise(cls: type[torch.optim.Optimizer], **options: Any) -> None:
         Traceback (most recent call last):
         AssertionError: Adafactor is not elementwise: it calls linalg_vector_norm, whose result has fewer elements
     """
-    options, start = on_host(options), _start()
-    whole = [torch.nn.Parameter(x.clone().reshape(s)) for x, s in zip(start.split(_SIZES), _SHAPES, strict=True)]
-    parts = [start[a:b].clone() for a, b in pairwise(_CUTS)]
-    grads = [_gradient(step) for step in range(_NUM_STEPS)]
-    of_whole = [[x.reshape(s) for x, s in zip(g.clone().split(_SIZES), _SHAPES, strict=True)] for g in grads]
-    of_parts = [[g[a:b].clone() for a, b in pairwise(_CUTS)] for g in grads]
+    options = on_host(options)
+    x, grad = (scattered((sum(_SIZES),), seed) for seed in (0, 2))
+    start, grad = x + 1.5 * x.roll(1).sign(), grad.where(grad.abs() > 0.05, 0.0)
+    whole, parts = _whole_and_parts(start)
+    grads = [_whole_and_parts(grad.roll(977 * step) * (0.1 + step * 7 % 5)) for step in range(_NUM_STEPS)]
     try:
         with apart(), _NoCombinations():
-            take_steps_in_two_ways(cls, options, (whole, of_whole), (parts, of_parts))
+            take_steps_in_two_ways(cls, options, (whole, [g for g, _ in grads]), (parts, [g for _, g in grads]))
             state_of(cls, options, start)
     except Exception as error:
         raise AssertionError(f"{cls.__name__} is not elementwise: {error}") from error
-    together, each = torch.cat([x.detach().flatten() for x in whole]), torch.cat(parts)
-    moved, size = (float(x.abs().nan_to_num(0.0, 0.0).max()) for x in (together - start, together))
-    if not torch.allclose(together, each, rtol=0, atol=1e-7 * moved + 1e-13 * size, equal_nan=True):
+    together, each = torch.cat([x.flatten() for x in whole]), torch.cat(parts)
+    moved = float((together - start).abs().nan_to_num(0.0, 0.0).max())
+    if not torch.allclose(together, each, rtol=1e-13, atol=1e-7 * moved, equal_nan=True):
         reason = "parts of tensors are updated otherwise than whole ones: by elements of others, by the shape or size, "
         reason += "or by what it stores outside of self.state[parameter] and the numbers in its groups"
         raise AssertionError(f"{cls.__name__} is not elementwise: {reason}")
@@ -78,30 +77,20 @@ def take_steps_in_two_ways(cls: Class, options: Options, together: Steps, each: 
             update(cls, [replace(group, grad=grad)], ())
 
 
-def _start() -> Tensor:
-    x = scattered((sum(_SIZES),), 0)
-    return x + 1.5 * x.roll(1).sign()
-
-
-def _gradient(step: int) -> Tensor:
-    """Gradients of a size that varies with step and element, some of them zero."""
-    x = scattered((sum(_SIZES),), 2).roll(977 * step)
-    return (x * torch.linspace(0.5, 2.0, len(x), dtype=x.dtype) * (0.1 + step * 7 % 5)).where(x.abs() > 0.05, 0.0)
+def _whole_and_parts(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    whole = [part.clone().reshape(shape) for part, shape in zip(x.split(_SIZES), _SHAPES, strict=True)]
+    return whole, [x[a:b].clone() for a, b in pairwise(_CUTS)]
 
 
 class _NoCombinations(TorchDispatchMode):
-    """Raises at an operator whose result has fewer elements than a whole tensor that it takes."""
+    """Raises at an operator whose results have fewer elements than a whole tensor that it takes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        several = isinstance(result, (list, tuple)) and args and isinstance(args[0], (list, tuple))
-        pairs = zip(result, args[0], strict=False) if several else [(result, args)]  # foreach: one result for each
-        if not name.startswith("new_") and any(_is_less(x, operands) for x, operands in pairs):
+        made, taken = (
+            [x.numel() for x in optree.tree_leaves(tree) if isinstance(x, Tensor)] for tree in (result, args)
+        )
+        whole = [n for n in taken if n in _SIZES and n > 5]
+        if made and whole and sum(made) < max(whole) and not name.startswith("new_"):
             raise AssertionError(f"it calls {name}, whose result has fewer elements")
         return result
-
-
-def _is_less(result: Any, operands: Any) -> bool:
-    operands = operands if isinstance(operands, Sequence) else [operands]
-    sizes = [x.numel() for x in operands if isinstance(x, Tensor) and x.numel() in _SIZES and x.numel() > 5]
-    return isinstance(result, Tensor) and bool(sizes) and result.numel() < max(sizes)
