@@ -37,6 +37,7 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
     Modules are replaced in attributes, and in lists, tuples, sets, dicts, bound methods, partials and closures there.
     Objects of other classes are shared: one that holds a module of the model uses the model's own. A module compiled by
     ``torch.compile`` is bound as what was compiled. A TorchScript module is shared; its tensors cannot be given.
+    Attributes of ``__slots__`` are not copied.
 
     Args:
         model: may be on the meta device, where ``params`` has every parameter.
@@ -49,7 +50,6 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
         A module of the class of ``model``.
 
     Raises:
-        TypeError: ``params`` or ``buffers`` has a value that is not a tensor.
         ValueError: names that the model does not have (those of TorchScript modules among them), two tensors for one
             tied parameter, or tensors of the model on the meta device that are not given; all of them are listed.
 
@@ -72,8 +72,6 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
     copies |= _by_identity(tree, {**full, **(buffers or {})})
     copies |= {key: object.__new__(type(m)) for key, m in tree.modules.items()}
     copies |= {key: copies[id(m)] for key, m in tree.compiled.items()}
-    kinds = {*map(type, tree.modules.values())}
-    apart = {kind: [name for base in kind.__mro__ for name in base.__dict__.get("__slots__", ())] for kind in kinds}
     for key, m in tree.modules.items():
         attributes = m.__dict__.copy()
         for name, x in attributes.items():
@@ -85,9 +83,6 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
             elif kind not in _ATOMS:
                 attributes[name] = _rebound(x, copies, own=True)
         object.__setattr__(copies[key], "__dict__", attributes)
-        for name in apart[type(m)]:  # of __slots__, and not in __dict__
-            if hasattr(m, name):
-                object.__setattr__(copies[key], name, _rebound(getattr(m, name), copies))
         detach_copy(copies[key], m)
     return copies.get(id(model), model)
 
@@ -104,11 +99,9 @@ def _by_identity(tree: ModuleTree, given: Mapping[str, Tensor]) -> dict[int, Ten
             tied = next(other for other in given if own.get(other) is own[name])
             problems.append(f"{name!r}: tied to {tied!r} in the model, but given another tensor")
     left = [name for name, x in own.items() if x.is_meta and id(x) not in chosen]
-    if left and not all(x.is_meta for x in given.values() if isinstance(x, Tensor)):
+    if left and not all(x.is_meta for x in given.values()):
         problems += [f"{name!r}: on the meta device, and not given" for name in left]
     reject("bind", problems, _NAMES)
-    wrong = [f"{name!r}: got {type(x).__name__}" for name, x in given.items() if not isinstance(x, Tensor)]
-    reject("bind", wrong, "Parameters and buffers are tensors.", TypeError)
     return chosen
 
 
@@ -185,7 +178,7 @@ def apply(
     Args:
         model: called as ``model(*args, **kwargs)``, as by :func:`bind`.
         params: parameters by name, as of :func:`bind`.
-        buffers: buffers by name, for example ``dict(model.named_buffers())`` or the result of :func:`init`.
+        buffers: those that forward writes to, by name: ``dict(model.named_buffers())`` or the result of :func:`init`.
         args, kwargs: for the model.
 
     Returns:
@@ -194,8 +187,7 @@ def apply(
         inside ``spmd``, every new buffer is a per-rank value.
 
     Raises:
-        TypeError, ValueError: those of :func:`bind`.
-        ValueError: the model added or removed a buffer while it ran, or assigned to one of two that are tied.
+        ValueError: as :func:`bind`. Or the model added or removed a buffer, or assigned to one of two that are tied.
         RuntimeError: on batched simulated ranks, BatchNorm with ``momentum=None``, which divides by a number that it
             reads from a buffer.
 
@@ -210,12 +202,9 @@ def apply(
         (tensor([[1.0000],
                 [3.5000]]), tensor([0.]))
     """
-    bound = bind(model, params, buffers)
-    before, copies = dict(bound.named_buffers()), dict[int, Tensor]()
-    for module in bound.modules():
-        if not isinstance(module, torch.jit.ScriptModule):  # which is the model's own
-            for name, x in module.named_buffers(recurse=False):
-                setattr(module, name, copies.setdefault(id(x), writable_copy(x)))
+    copies = {id(x): writable_copy(x) for x in buffers.values()}
+    bound = bind(model, params, {name: copies[id(x)] for name, x in buffers.items()})
+    before = dict(bound.named_buffers())
     output = bound(*args, **kwargs)
     after = dict(bound.named_buffers())
     reject(

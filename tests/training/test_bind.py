@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
@@ -90,7 +89,7 @@ def gradients(mesh: fs.Mesh, batched: bool) -> Any:
     return [fs.gather(grads, lazy=False) for grads in results]
 
 
-@pytest.mark.parametrize("ranks", [*simulated(1, 3, HYBRID), *sequential(1, 2), *gloo(2)], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *sequential(2), *gloo(2)], ids=str)
 def test_what_reads_parameters_after_forward_reads_the_given_ones(ranks: Ranks) -> None:
     batched, n = ranks.kind == "batched", ranks.size
     model = Late(not batched)
@@ -133,18 +132,6 @@ class Holding(nn.Module):
         return self(x) + 1
 
 
-class Slotted(Holding):
-    __slots__ = ("layers", "unset")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = [self.a]
-
-
-class OfSlotted(Slotted):
-    """Has an attribute that is not in its ``__dict__``, by a class that it inherits from."""
-
-
 def _call(module: nn.Module, x: Tensor) -> Tensor:
     return module(x)
 
@@ -167,8 +154,6 @@ def test_modules_in_attributes_of_any_kind_are_those_of_the_copy() -> None:
     assert torch.equal(bound.encode(x), expected + 1)
     assert not bound(x).requires_grad
     assert [(id(p), p._version) for p in model.parameters()] == own
-    slotted = fs.bind(OfSlotted(), given)
-    assert slotted.layers[0] is slotted.a
 
 
 def test_what_is_changed_in_the_copy_does_not_reach_the_model() -> None:
@@ -186,18 +171,6 @@ def test_what_is_changed_in_the_copy_does_not_reach_the_model() -> None:
     handle.remove()
 
 
-def test_the_copy_is_of_the_class_also_where_that_cannot_be_called() -> None:
-    class Odd(nn.Linear):
-        def __new__(cls, *args: Any) -> Odd:
-            assert args, "called without the arguments of __init__"
-            return super().__new__(cls)
-
-    model = Odd(2, 2)
-    bound = fs.bind(model, {"weight": torch.eye(2)})
-    assert torch.equal(bound.weight, torch.eye(2))
-    assert bound.bias is model.bias
-
-
 def test_buffers_that_forward_writes_to_are_the_copys() -> None:
     x = torch.randn(4, 2)
     model: Any = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
@@ -212,16 +185,6 @@ def test_buffers_that_forward_writes_to_are_the_copys() -> None:
     other(x)
     assert dict(other.named_buffers())["0.running_var"] is given["0.running_var"]
     torch.testing.assert_close(given["0.running_var"], 3 * 0.9 + 0.1 * x.var(0))
-
-
-def test_parametrized_weights_are_computed_from_the_given_ones_also_where_torch_caches_them() -> None:
-    model, x = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.LSTM(3, 2)), torch.randn(2, 3)
-    given = [{name: scale * p.detach() for name, p in model.named_parameters()} for scale in (1, 2)]
-    expected = [functional_call(model, tensors, (x,))[0] for tensors in given]
-    with parametrize.cached():
-        assert not torch.equal(model(x)[0], expected[1])
-        for tensors, y in zip(given, expected, strict=True):
-            assert torch.equal(fs.bind(model, tensors)(x)[0], y)
 
 
 class Scripted(nn.Module):
@@ -290,7 +253,6 @@ def test_tied_parameters_go_by_any_of_their_names_and_what_does_not_fit_is_repor
     text = refused(fs.bind, nn.Linear(2, 2), {"wieght": torch.ones(2, 2), "other": torch.ones(2)})
     assert text.startswith("ValueError: bind: 2 problems")
     assert "'wieght': not in the model (did you mean 'weight'?)" in text
-    assert "TypeError: bind: 1 problem\n  '0.weight': got int" in refused(fs.bind, model, {"0.weight": 3})
 
 
 def test_nothing_of_the_copy_stays_once_it_is_dropped() -> None:
@@ -354,20 +316,12 @@ class Cached(nn.Module):
         return loss if self.alone else loss + 1e-3 * self.encoder[0].weight.square().sum()
 
 
-def by_a_hook(mesh: fs.Mesh, alone: bool) -> tuple[str, fs.Full]:
-    model = Cached(alone)
-    params = fs.shard(model, fs.plan(model, mesh))
-    x = mesh.split(torch.arange(16.0, dtype=torch.float64).sin().view(4, 4))
-    loss = lambda p: fs.bind(model, p)(x)  # noqa: E731
-    return refused(fs.grad(loss), params), fs.gather(by_backward(loss)(params), lazy=False)
-
-
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_a_hook_that_calls_backward_is_run_by_backward_and_refused_by_grad(ranks: Ranks, alone: bool) -> None:
-    model = Cached(alone)
-    for part in torch.arange(16.0, dtype=torch.float64).sin().view(4, 4).chunk(2):
-        (model(part) / 2).backward()
-    for text, grads in ranks.run(by_a_hook, alone):
-        assert "a tensor of shape () that is not an argument has a hook" in text
-        assert_trees_close(dict(grads), {n: p.grad for n, p in model.named_parameters()}, rtol=1e-12, atol=1e-14)
+def test_a_hook_that_calls_backward_is_run_by_backward_and_refused_by_grad(alone: bool) -> None:
+    model, mesh, x = Cached(alone), fs.init_mesh(), torch.arange(16.0, dtype=torch.float64).sin().view(4, 4)
+    params = fs.shard(model, fs.plan(model, mesh))
+    loss = lambda p: fs.bind(model, p)(x)  # noqa: E731
+    assert "a tensor of shape () that is not an argument has a hook" in refused(fs.grad(loss), params)
+    grads = fs.gather(by_backward(loss)(params), lazy=False)
+    model(x).backward()
+    assert_trees_close(dict(grads), {n: p.grad for n, p in model.named_parameters()}, rtol=1e-12, atol=1e-14)
