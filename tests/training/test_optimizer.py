@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -86,22 +84,16 @@ def _one_for_all(x: Tensor) -> Tensor:
     return x[:1].clone().expand_as(x)
 
 
-def _inside_out(x: Tensor) -> Tensor:
-    """The same values, the last dim outermost in memory."""
-    return x.movedim(-1, 0).contiguous().movedim(0, -1)
-
-
-def _laid(lay: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    return optree.tree_map(lambda x: lay(x) if x.ndim == 3 and x.numel() else x, tree)
+def _laid(tree: Any) -> Any:
+    return optree.tree_map(lambda x: _one_for_all(x) if x.ndim == 3 and x.numel() else x, tree)
 
 
 @pytest.mark.parametrize("case", ["sgd_nesterov", "adamw", "rmsprop"])
 def test_strides_of_tensors_change_nothing(case: str) -> None:
     layout, opt = planned(fs.simulated_mesh({"replicate": 2, "shard": 3})), optimizer(case)
     as_it_is: Any = lambda tree: tree  # noqa: E731
-    for lay, of_grads, donate in product((_one_for_all, _inside_out), (False, True), (False, True)):
-        laid = partial(_laid, lay)  # leaves that are not contiguous, among contiguous ones
-        ours, theirs = (as_it_is, laid) if of_grads else (laid, as_it_is)
+    for of_grads, donate in product((False, True), (False, True)):
+        ours, theirs = (as_it_is, _laid) if of_grads else (_laid, as_it_is)  # among leaves that are contiguous
         params = fs.shard(whole(), layout)
         expected = params, opt.init(params)
         actual = copied(expected)
@@ -129,26 +121,6 @@ def test_donating_allocates_less_than_a_kilobyte_kernels_included(case: str) -> 
     assert sum(live.allocations("donating", "end")) < 1000  # counters and step sizes
 
 
-def test_a_step_makes_one_torch_optimizer_for_each_set_of_options_however_many_buffers() -> None:
-    made: list[int] = []
-
-    class Counted(torch.optim.AdamW):
-        def __init__(self, params: Any, **options: Any) -> None:
-            super().__init__(params, **options)
-            made.append(len(self.param_groups))
-
-    given = {f"blocks.{i}.w": torch.ones(3) for i in range(12)}
-    layout = fs.plan(given, fs.simulated_mesh(2), labels=lambda name, _: "odd" if int(name[7:-2]) % 2 else None)
-    opt = fs.optimizer(Counted, elementwise=True, lr=0.1, labels={"odd": {"lr": 0.2}})
-    params = fs.shard(given, layout)
-    state = opt.init(params)
-    made.clear()
-    params, _ = opt.step(params, grads=params, state=state)
-    assert made == [1, 1]
-    whole = fs.gather(params)
-    assert len({x.unique().item() for name, x in whole.items() if int(name[7:-2]) % 2}) == 1
-
-
 @pytest.mark.parametrize("owners", [False, True])
 @pytest.mark.parametrize("case", ["sgd_momentum", "adamw"])
 def test_none_for_a_gradient_leaves_a_buffer_and_its_state_unchanged(case: str, owners: bool) -> None:
@@ -163,43 +135,31 @@ def test_none_for_a_gradient_leaves_a_buffer_and_its_state_unchanged(case: str, 
     assert torch.equal(twice[first], alone[first])
 
 
-def test_bfloat16_and_empty_buffers_step_as_torch_does() -> None:
-    given = {"h": torch.randn(5).bfloat16(), "no.w": torch.zeros(0, 3), "f": torch.randn(3)}
-    layout = fs.plan(given, fs.simulated_mesh(2), units=[["h"], ["no.w"], ["f"]])
-    opt, params = fs.optimizer(torch.optim.AdamW, lr=0.1), fs.shard(given, layout)
-    new, state = opt.step(params, grads=params, state=opt.init(params))
-    plain = [x.clone().requires_grad_() for x in given.values()]
-    for x in plain:
-        x.grad = x.detach().clone()
-    torch.optim.AdamW(plain, lr=0.1, fused=True).step()
-    assert_trees_close(dict(fs.gather(new)), dict(zip(given, (x.detach() for x in plain), strict=True)))
-    assert {x.dtype for x in state["exp_avg"].values()} == {torch.bfloat16, torch.float32}
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+BY_LOOP: dict[str, Any] = {"momentum": 0.9, "foreach": False}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sgd_in_half_precision_is_that_of_torchs_loop_and_not_of_its_fused_kernel(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("cls", "options", "dtype"),
+    [(SGD, BY_LOOP, torch.bfloat16), (SGD, BY_LOOP, torch.float16), (ADAMW, {"fused": True}, torch.bfloat16)],
+)
+def test_steps_in_half_precision_are_torchs_without_its_fused_kernel_of_sgd(
+    cls: Any, options: dict[str, Any], dtype: torch.dtype
+) -> None:
     def drawn(seed: int) -> dict[str, Tensor]:
         return {"w": torch.randn(37, generator=torch.Generator().manual_seed(seed)).to(dtype)}
 
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    found = by_shards(fs.optimizer(torch.optim.SGD, **options), fs.init_mesh(), drawn, 3)
-    loop = by_torch(drawn, 3, (torch.optim.SGD, ["w"], {**options, "foreach": False}))
-    assert_trees_close(found, loop, rtol=0, atol=0)
+    chosen = {name: x for name, x in options.items() if name == "momentum"}
+    found = by_shards(fs.optimizer(cls, lr=0.1, **chosen), fs.init_mesh(), drawn, 3)
+    assert_trees_close(found, by_torch(drawn, 3, (cls, ["w"], {"lr": 0.1, **options})), rtol=0, atol=0)
 
 
 MISFITS = [
-    ("params", lambda p, g, s: (fs.gather(p), g, s), TypeError, "params: got Full, expected a Sharded"),
     (
         "grads_elsewhere",
         lambda p, g, s: (p, fs.shard(whole(), planned(fs.simulated_mesh(2))), s),
         ValueError,
         r"step: grads have a different layout: Layout\(.*shard=2\); that of the parameters: Layout\(.*shard=3\)",
-    ),
-    (
-        "grads_cut",
-        lambda p, g, s: (p, fs.Sharded({k: x if x is None else x[:2] for k, x in g.items()}, g.layout), s),
-        ValueError,
-        r"step: grads: 3 problems\n  'a': got shape \(2, 7\), torch.float64, expected \(3, 7\).*\n.*'b/float64'",
     ),
     (
         "state_missing",
@@ -259,22 +219,13 @@ def member(opt: fs.Optimizer, layout: fs.Layout, seed: int) -> tuple[fs.Sharded,
 
 
 @pytest.mark.parametrize(
-    ("case", "where"),
-    [
-        ("adamw", "stacked"),
-        ("nadam", "outside_spmd"),
-        ("asgd", "inside_spmd"),
-        ("sgd_momentum", "one_rank"),
-        ("sgd_momentum", "owners_inside_spmd"),
-    ],
+    ("case", "where"), [("adamw", "stacked"), ("asgd", "inside_spmd"), ("sgd_momentum", "owners_inside_spmd")]
 )
 def test_vmap_over_an_ensemble_equals_a_loop(case: str, where: str) -> None:
-    mesh = fs.init_mesh() if where == "one_rank" else fs.simulated_mesh(2)
+    mesh = fs.simulated_mesh(2)
     layout, opt = fs.plan(values(), mesh), optimizer(case, whole="owners" in where)
     members = [member(opt, layout, seed) for seed in (1, 2, 3)]
     step: Any = torch.func.vmap(stepping(opt))
-    if where == "outside_spmd":
-        step = torch.func.vmap(mesh.spmd(stepping(opt)))
     if "inside_spmd" in where:
         step = mesh.spmd(torch.func.vmap(stepping(opt)), in_dims=1, out_dims=1)
     expected = stacked(*(stepping(opt)(*one) for one in members))

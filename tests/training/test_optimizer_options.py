@@ -1,4 +1,4 @@
-"""Which classes an optimizer takes, what they start from, and what their options do."""
+"""Which classes an optimizer takes, and what their options do."""
 
 from __future__ import annotations
 
@@ -29,54 +29,12 @@ from tests.support.steps import (
     whole,
 )
 
-STARTS: dict[str, dict[str, Any]] = {
-    "sgd": {},
-    "sgd_momentum": {"momentum_buffer": None},
-    "adamw": {"step": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0},
-    "adamw_amsgrad": {"step": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0, "max_exp_avg_sq": 0.0},
-    "adagrad": {"step": 0.0, "sum": 0.3},
-    "rmsprop": {"step": 0.0, "square_avg": 0.0, "momentum_buffer": 0.0, "grad_avg": 0.0},
-    "nadam": {"step": 0.0, "mu_product": 1.0, "exp_avg": 0.0, "exp_avg_sq": 0.0},
-    "asgd": {"step": None, "eta": None, "mu": None, "ax": None},  # from the learning rate of the first step
-    "rprop": {"step": None, "prev": None, "step_size": None},
-}
-SCALARS = {"step", "mu_product"}
-
-
-@pytest.mark.parametrize("case", STARTS)
-def test_init_is_what_the_class_starts_from(case: str) -> None:
-    mesh = fs.simulated_mesh(2)
-    params = fs.shard(whole(), planned(mesh))
-    state = mesh.spmd(optimizer(case).init)(params)
-    assert set(state) == set(STARTS[case])
-    for name, start in STARTS[case].items():
-        assert set(state[name]) == {key for key, buffer in params.layout.buffers.items() if buffer.trainable}
-        for key, x in state[name].items():
-            if start is None:
-                assert x is None
-            else:
-                assert x.shape == ((2,) if name in SCALARS else params[key].shape)
-                assert torch.equal(x, torch.full_like(x, start))
-
 
 def test_sums_of_complex_parameters_begin_as_those_of_torch() -> None:
     given = {"w": torch.ones(3, dtype=torch.complex64)}
     params = fs.shard(given, fs.plan(given, fs.init_mesh()))
     state = fs.optimizer(torch.optim.Adagrad, initial_accumulator_value=0.5).init(params)
     assert_trees_close(state["sum"]["(root)"], torch.full((3,), 0.5 + 0.5j), rtol=0, atol=0)
-
-
-def test_an_unknown_option_is_refused() -> None:
-    text = "got an unexpected keyword argument 'momentun'"
-    with pytest.raises(TypeError, match=text):
-        fs.optimizer(torch.optim.SGD, momentun=0.9)
-    with pytest.raises(TypeError, match=text):
-        fs.optimizer(torch.optim.SGD, labels={"no_decay": {"momentun": 0.9}})
-    params = fs.shard(whole(), planned(fs.simulated_mesh(2)))
-    with pytest.raises(TypeError, match=text):
-        fs.optimizer(torch.optim.SGD).step(params, grads=params, state={}, momentun=0.9)
-    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
-        fs.optimizer(torch.optim.SGD, lr=-1)
 
 
 def test_a_label_has_options_of_its_own() -> None:
