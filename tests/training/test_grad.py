@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 from torch.func import jvp, vmap
@@ -75,12 +75,6 @@ def test_nested_trees_keyword_arguments_and_aux_of_any_kind() -> None:
     assert_trees_close(
         (value, aux), (torch.tensor(14.5), {"n": 3, "text": "yes", "none": None, "x": [2 * tree["b"]["x"]]})
     )
-    in_func = vmap(
-        lambda x: fs.grad_and_value(fn, has_aux=True)({**tree, "b": {"x": x}}, 0.5, power=torch.tensor(2.0))[1][1]["x"][
-            0
-        ]
-    )
-    assert torch.equal(in_func(tree["b"]["x"][None])[0], aux["x"][0])
 
 
 MODEL = awkward()
@@ -91,32 +85,22 @@ def awkward_loss(full: Any) -> Tensor:
     return loss_of(MODEL, full, X, Y)
 
 
-def unsharded() -> dict[str, Tensor | None]:
-    parameters = dict(MODEL.named_parameters())
-    trainable = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
-    rest = {name: p for name, p in parameters.items() if not p.requires_grad}
-    return {**torch.func.grad(lambda p: awkward_loss({**p, **rest}))(trainable), **dict.fromkeys(rest)}
-
-
 @pytest.mark.parametrize("mesh", [fs.simulated_mesh(1), fs.simulated_mesh(3), fs.init_mesh()], ids=str)
-@pytest.mark.parametrize("in_spmd", [False, True])
-def test_sharded_and_full_arguments_have_gradients_of_their_own_kind(mesh: fs.Mesh, in_spmd: bool) -> None:
+def test_sharded_and_full_arguments_have_gradients_of_their_own_kind(mesh: fs.Mesh) -> None:
+    """Outside of ``spmd``."""
     params = fs.shard(MODEL, fs.plan(MODEL, mesh))
-    wrap = mesh.spmd if in_spmd else lambda fn: fn
-    expected = unsharded()
-    by_shards = wrap(fs.grad(lambda p: awkward_loss(fs.gather(p))))(params)
-    frozen = {key for key, buffer in params.layout.buffers.items() if not buffer.trainable}
+    trainable = {name: p.detach() for name, p in MODEL.named_parameters() if p.requires_grad}
+    rest = {name: p for name, p in MODEL.named_parameters() if not p.requires_grad}
+    expected = torch.func.grad(lambda p: awkward_loss({**p, **rest}))(trainable)
+    by_shards = fs.grad(lambda p: awkward_loss(fs.gather(p)))(params)
     assert isinstance(by_shards, fs.Sharded)
+    frozen = {key for key, buffer in params.layout.buffers.items() if not buffer.trainable}
     assert {key for key, x in by_shards.items() if x is None} == frozen
-    zeros = {key: torch.zeros_like(params[key]) for key in frozen}
-    whole = fs.gather(fs.Sharded({**by_shards, **zeros}, params.layout))
-    assert_trees_close(
-        {**whole, **{k: None for k, x in expected.items() if x is None}}, expected, rtol=1e-12, atol=1e-13
-    )
-    by_full = wrap(lambda p: fs.grad(awkward_loss)(fs.gather(p)))(params)
+    assert_trees_close(fs.gather(fs.partition(by_shards)[0]), expected, rtol=1e-12, atol=1e-13)
+    by_full = fs.grad(awkward_loss)(fs.gather(params))
     assert isinstance(by_full, fs.Full)
-    one_rank = {name: x[0] if x is not None and in_spmd and mesh.is_simulated else x for name, x in by_full.items()}
-    assert_trees_close(one_rank, expected, rtol=1e-12, atol=1e-13)
+    order = {name: None if name in rest else expected[name] for name in by_full}
+    assert_trees_close(dict(by_full), order, rtol=1e-12, atol=1e-13)
 
 
 def test_what_is_not_used_has_zeros_and_what_is_not_differentiable_has_none() -> None:
@@ -130,12 +114,6 @@ def test_what_is_not_used_has_zeros_and_what_is_not_differentiable_has_none() ->
     assert_trees_close(fs.grad(lambda p: torch.tensor(3.0))(args), {**expected, "used": torch.zeros(2)})
     assert_trees_close(fs.grad(loss, argnums=(0,))(args), (expected,))
     assert fs.grad(lambda n: torch.tensor(1.0))(3) is None
-
-
-def test_integer_batches_ride_along_under_vmap() -> None:
-    args = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([2, 3])
-    grads = vmap(fs.grad(lambda x, n: (x**n).sum()))(*args)
-    assert torch.equal(grads, torch.tensor([[2.0, 4.0], [27.0, 48.0]]))
 
 
 @pytest.mark.parametrize("has_aux", [False, True])
@@ -190,16 +168,6 @@ def test_grad_mode_and_inference_mode_around_a_call_change_nothing(around: Any, 
     assert not any(x.requires_grad for x in optree.tree_leaves(result))
 
 
-def test_no_grad_inside_the_function_is_respected() -> None:
-    def fn(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = x * x
-        return (x * y).sum()
-
-    x = torch.tensor([1.0, 2.0])
-    assert torch.equal(fs.grad(fn)(x), x * x)
-
-
 def test_forward_mode_goes_through() -> None:
     x, t = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])
     with forward_ad.dual_level():
@@ -214,9 +182,9 @@ def test_an_exception_in_the_function_leaves_nothing_behind() -> None:
     def broken(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         raise KeyError(cubic(x, y, z))
 
-    for wrap in (lambda fn: fn, lambda fn: lambda *args: jvp(lambda x: fn(x, *args[1:]), args[:1], args[:1])):
+    for where in ("plain", "jvp"):
         with pytest.raises(KeyError):
-            wrap(fs.grad(broken))(*args)
+            WHERE[where](fs.grad(broken))(*args)
         assert maybe_current_level() is None
         assert torch.is_grad_enabled()
         assert_trees_close(fs.grad(cubic)(*args), torch.func.grad(cubic)(*args))
@@ -226,12 +194,9 @@ NOT_SCALAR = "grad: expected the function to return a floating-point scalar tens
 WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (lambda x, y: x, {}, TypeError, rf"{NOT_SCALAR} shape \(2,\), torch.float32"),
     (lambda x, y: x.sum().long(), {}, TypeError, rf"{NOT_SCALAR} shape \(\), torch.int64"),
-    (lambda x, y: x.sum() * 1j, {}, TypeError, rf"{NOT_SCALAR} shape \(\), torch.complex64"),
     (lambda x, y: 3.0, {}, TypeError, f"{NOT_SCALAR} float"),
-    (lambda x, y: (x.sum(), y), {}, TypeError, f"{NOT_SCALAR} tuple"),
     (lambda x, y: (y, x.sum()), {"has_aux": True}, TypeError, rf"{NOT_SCALAR} shape \(2,\)"),
     (lambda x, y: x.sum(), {"argnums": 2}, ValueError, "argnums: got 2, .* called with 2 positional arguments"),
-    (lambda x, y: x.sum(), {"argnums": (0, -3)}, ValueError, r"argnums: got \(0, -3\)"),
     (lambda x, y: x.sum(), {"argnums": (0, -2)}, ValueError, r"got \(0, -2\), expected one or more different"),
     (lambda x, y: x.sum(), {"argnums": ()}, ValueError, r"argnums: got \(\), expected one or more"),
 ]
@@ -243,14 +208,3 @@ def test_wrong_functions_and_argnums_are_named(fn: Any, options: Any, kind: Any,
     x = torch.ones(2) if where is not vmap else torch.ones(3, 2)
     with pytest.raises(kind, match=text):
         where(fs.grad(fn, **options))(x, x)
-
-
-def test_frozen_buffers_are_known_wherever_their_tree_stands() -> None:
-    values = {"a.w": torch.ones(3), "b.w": nn.Parameter(torch.ones(2), requires_grad=False)}
-    params = fs.shard(values, fs.plan(values, fs.init_mesh()))
-    grads = fs.grad(lambda tree: sum(x.sum() for x in fs.gather(tree["params"]).values()) * tree["scale"])(
-        {"params": params, "scale": torch.tensor(2.0)}
-    )
-    assert torch.equal(grads["params"]["a"], torch.full((3,), 2.0))
-    assert grads["params"]["b/frozen"] is None
-    assert grads["scale"] == 5
