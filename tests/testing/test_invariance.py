@@ -16,11 +16,6 @@ HYBRID = {"replicate": 2, "shard": 2}
 close = partial(assert_rank_invariant, rtol=0, atol=1e-12)
 
 
-def without_mean(mesh: fs.Mesh) -> Any:
-    """Its loss is that of each rank."""
-    return mesh.spmd(lambda x: x.mean())(mesh.split(torch.arange(12.0)))
-
-
 def size_of(mesh: fs.Mesh) -> Any:
     return {"same": 1, "sizes": [mesh.size]}
 
@@ -62,13 +57,12 @@ def test_the_first_mesh_that_differs_and_its_leaves_are_named_with_the_differenc
     lines = failure(size_of, [1, 1, {"a": 3}, 2]).splitlines()
     assert lines[0] == "assert_rank_invariant: on Mesh(a=3, simulated, cpu), unlike Mesh(shard=1, simulated, cpu):"
     assert lines[1:] == ["1 leaf differs:", "  ['sizes'][0]: got 3, expected 1"]
-    assert "['w']" in failure(lambda mesh: {"w": torch.tensor(float(mesh.size))}, [2, 3])
     assert "Absolute difference: 1.0" in failure(lambda mesh: {"w": torch.tensor(float(mesh.size))}, [2, 3])
     assert "rank 1 of real ranks {'shard': 2}" in failure(number_of_the_rank, [1], real=[2])
 
 
 def test_a_value_of_each_rank_is_no_whole_value() -> None:
-    assert "shape" in failure(without_mean)
+    assert "shape" in failure(lambda mesh: mesh.spmd(lambda x: x.mean())(mesh.split(torch.arange(12.0))))
 
 
 def test_copies_of_a_tree_have_to_be_equal() -> None:
@@ -87,12 +81,3 @@ def test_parameters_are_compared_as_they_are_stored() -> None:
         return fs.Sharded({**params, "b/frozen": None}, params.layout)
 
     assert "['a.w']" in failure(program, [1, 2])
-
-
-def test_a_mutant_is_right_where_it_has_no_such_collective_or_axis() -> None:
-    made = mutants(first_step)
-    last = max(made, key=lambda m: m.number)
-    over = next(m for m in made if m.change == "replicate")
-    for mutant in (last, over):
-        assert mutant.change in str(mutant)
-        close(mutant, [1, 3] if mutant is over else [1])

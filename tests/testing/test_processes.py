@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -95,18 +94,6 @@ def test_the_first_failure_is_raised_and_those_who_wait_for_it_are_ended(how: st
         assert cause.startswith("on rank 1:\nTraceback")
         assert "test_processes.py" in cause or how == "result"
     assert_all_gone(tmp_path, 3)
-
-
-def abort() -> None:
-    if dist.get_rank() == 1:
-        os.abort()
-    dist.barrier()
-
-
-def test_the_error_of_a_rank_that_is_aborted_says_where_it_was() -> None:
-    with pytest.raises(RankError, match="rank 1 died without an answer, exit code -6") as caught:
-        run_ranks(abort, 2)
-    assert re.search(r"rank 1: Fatal Python error: Aborted\n(?s:.*)in abort\n", str(caught.value))
 
 
 def hang(folder: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -21,12 +20,6 @@ def test_tensors_without_data_are_counted_past() -> None:
     assert seen.total == 0
 
 
-def fail_inside(counting: count_collectives, program: Callable[[], object]) -> None:
-    with counting:
-        program()
-        raise KeyError
-
-
 def test_nested_counters_each_see_what_is_inside_them() -> None:
     mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
     psum = mesh.spmd(lambda x: fs.collectives.psum(x, mesh["shard"]))
@@ -35,13 +28,10 @@ def test_nested_counters_each_see_what_is_inside_them() -> None:
         psum(x)
         with count_collectives() as inner:
             psum(x)
-        broken = count_collectives()
-        with pytest.raises(KeyError):
-            fail_inside(broken, lambda: psum(x))
         psum(x.double())
     psum(x)
-    assert (outer["psum"], inner["psum"], broken.counter["psum"]) == (4, 1, 1)
-    assert outer.nbytes("psum") == 3 * 5 * 4 + 5 * 8
+    assert (outer["psum"], inner["psum"]) == (3, 1)
+    assert outer.nbytes("psum") == 2 * 5 * 4 + 5 * 8
     assert inner.nbytes("psum") == 5 * 4
     assert {(c.axis, c.numel) for c in outer.issued} == {("shard", 5)}
 
@@ -69,13 +59,8 @@ def test_floats_and_arrays_of_numpy_are_compared_as_tensors_are(actual: Any, clo
 
 
 def test_every_leaf_that_differs_is_named() -> None:
-    actual = {
-        "same": torch.ones(2),
-        "far": torch.ones(2),
-        "list": [torch.ones(1), torch.tensor(1)],
-        "more": torch.ones(1),
-    }
-    expected = {"same": torch.ones(2), "far": torch.zeros(2), "list": [torch.ones(1), torch.tensor(2)], "less": 1}
+    x = torch.ones(2)
+    actual, expected = {"far": x, "list": [x, x], "more": x}, {"far": 0 * x, "list": [x, 2 * x], "less": 1}
     with pytest.raises(AssertionError) as caught:
         assert_trees_close(actual, expected)
     lines = str(caught.value).splitlines()
