@@ -1,4 +1,4 @@
-"""Programs of the examples, of the laws and of other libraries, each a function of a mesh that returns whole values."""
+"""Programs of the examples and of the laws, each a function of a mesh that returns whole values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from tests.laws import tasks, training
 from tests.laws.wrappers import WRAPPERS
-from tests.referees import training as of_libraries
-from tests.referees.programs import opacus, posteriors, torchopt
 from tests.referees.referee import quiet
-from tests.referees.table import referees
 from tests.support import launching, public_bugs
 from tests.support.scripts import example
 
@@ -268,26 +265,6 @@ def of_same_bits(mesh: fs.Mesh) -> Any:
         return same_bits.train(mesh, 1)["records"]
 
 
-class InMicrobatches(of_libraries.Task):
-    """A task whose loss is the mean over the same microbatches on any ranks.
-
-    So it may depend on what is in a microbatch: tokens that are no padding, a balance of experts, steps of a solver.
-    """
-
-    def on_ranks(self, model: nn.Module, params: fs.Sharded, batch: Any) -> Tensor:
-        microbatches = of_libraries.parts(batch, RANKS // params.layout.num_ranks)
-        return torch.stack([super(InMicrobatches, self).on_ranks(model, params, each) for each in microbatches]).mean()
-
-
-def of_referee(mesh: fs.Mesh, program: Any) -> Any:
-    """A step of a training of another library."""
-    if getattr(program, "func", None) is of_libraries.trained:
-        program = partial(program.func, InMicrobatches(**vars(program.args[0])))
-    with quiet(), patch.object(of_libraries, "STEPS", 1):
-        result = program(mesh)
-    return {**result, "losses": [x.flatten()[0] for x in result.get("losses", ())]}
-
-
 # Results that depend on how many samples a rank has, or have a dim of an ensemble in front of the shards.
 NOT_WHOLE = {"gradient penalty", "ensemble", "gradients of an ensemble"}
 PROGRAMS: dict[str, Program] = {
@@ -329,21 +306,11 @@ AXES = {  # of others: one, replicate, shard
     "example: pipeline": ("stage", "shard"),
     "example: production": ("shard",),
     "example: diloco": ("worker", "shard"),
-    "referee: torchopt": ("replicate", "shard"),
 }
 if find_spec("transformers"):
     PROGRAMS["example: hf_llama"] = of_hf_llama
 SEQUENTIAL = {"example: hf_llama", "example: same_bits"}  # programs that batched ranks refuse
 FLOAT32 = {"example: hf_llama"}  # programs that compute norms or losses in it
-TRAININGS = (of_libraries.trained, torchopt.optimized, torchopt.maml, opacus.private_step, posteriors.sampled)
-BY_HAND = ("torchebm", "deepxde", "pina")  # they call requires_grad_() for each microbatch: vmap lets them once
-for each in referees():
-    training_of = getattr(each.program, "func", each.program) in TRAININGS
-    if each.installed and training_of and not each.refused:
-        PROGRAMS[f"referee: {each}"] = partial(of_referee, program=each.program)
-        SEQUENTIAL |= {f"referee: {each}"} if each.batched or each.package in BY_HAND else set()
-        in_float32 = each.tolerance > 1e-8 or each.package in ("transformers", "peft")
-        FLOAT32 |= {f"referee: {each}"} if in_float32 else set()
 # What the types of a right program tell. DiLoCo's workers have moments of their own, of which others would be copies.
 TOLD = {"example: diloco": r"exp_avg.* varies over worker"}
 # Mutants that are the program: a pattern of its name, one of the mutant, and why.
@@ -384,6 +351,4 @@ EQUIVALENT = [
     ("example: moe", r" 1[78], psum .* over '\w+': over", "the cotangent is one on every rank"),
     ("example: pipeline$", r" 9, psum .* over '\w+': over", "the cotangent is one on every rank"),
     ("example: pipeline, 1F1B", r" 10, psum", "the loss itself is thrown away"),
-    ("referee: normflows", r" 0, all_gather .*'model.q0'", "the mean and the scale of a Gaussian are zeros at first"),
-    ("referee", r" [356], all_gather .*norm.*: (dropped|over)", "the weights of a normalization are ones at first"),
 ]

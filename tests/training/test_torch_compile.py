@@ -5,14 +5,13 @@ The numbers are those of the eager step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import optree
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, jvp
+from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
@@ -23,23 +22,7 @@ EXACT: Any = {"rtol": 1e-12, "atol": 1e-14}
 ADAMW = fs.optimizer(torch.optim.AdamW, lr=1e-2)
 
 
-class Plain(Program):
-    """Steps whose transforms Dynamo would trace, if it could read what they call."""
-
-    def _loss(self, x: Tensor, frozen: fs.Sharded) -> Callable[[fs.Sharded], Tensor]:
-        return lambda params: self.loss(fs.merge(params, frozen), x)
-
-    def jvp(self, params: fs.Sharded, x: Tensor) -> Any:
-        trainable, frozen = fs.partition(params)
-        tangents: Any = optree.tree_map(torch.sin, trainable)  # type: ignore[arg-type]
-        return jvp(self._loss(x, frozen), (trainable,), (tangents,))
-
-    def autograd(self, params: fs.Sharded, x: Tensor) -> Any:
-        trainable, frozen = fs.partition(params)
-        leaves = {key: shard.detach().requires_grad_() for key, shard in trainable.items()}
-        value = self._loss(x, frozen)(fs.Sharded(leaves, trainable.layout))
-        return list(torch.autograd.grad(value, list(leaves.values())))
-
+class Trained(Program):
     def adamw(self, params: fs.Sharded, x: Tensor) -> Any:
         grads, loss = fs.grad_and_value(self.loss)(params, x)
         params, state = ADAMW.step(params, grads=grads, state=ADAMW.init(params), lr=x.shape[0] / 100)
@@ -62,7 +45,7 @@ def test_a_compiled_loss_of_plain_whole_parameters_is_one_graph_on_real_ranks(me
 
 def check(mesh: fs.Mesh, name: str) -> None:
     torch._dynamo.reset()
-    program = Plain(mesh)
+    program = Trained(mesh)
     run: Any = getattr(program, name)
     step = mesh.spmd(run) if mesh.is_simulated else lambda params, x: run(params, x)
     compiled = torch.compile(step, backend="aot_eager")
@@ -73,14 +56,8 @@ def check(mesh: fs.Mesh, name: str) -> None:
         assert any(bool(leaf.any()) for leaf in optree.tree_leaves(result))
 
 
-CASES = [(ranks, name) for ranks in [*simulated(3), *gloo(2)] for name in ("grad", "jvp", "hvp", "clipped", "adamw")]
-CASES += [(ranks, "autograd") for ranks in gloo(2)]  # requires_grad_ is not for batched ranks
-QUICK = [(*simulated(3), "hvp"), (*gloo(2), "adamw")]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK]
-
-
 @pytest.mark.filterwarnings("ignore:Dynamo")  # about what it does not trace
-@pytest.mark.parametrize(("ranks", "name"), [*QUICK, *SLOW], ids=str)
+@pytest.mark.parametrize(("ranks", "name"), [(*simulated(3), "hvp"), (*gloo(2), "adamw")], ids=str)
 def test_a_compiled_step_has_the_derivatives_of_the_eager_one(ranks: Ranks, name: str) -> None:
     ranks.run(check, name)
 
