@@ -52,7 +52,6 @@ SMALL_MESSAGE = 1 << 14  # bytes of a message that is short for two ranks; for m
 ALL_ENVELOPES = 1 << 15  # bytes of what one rank sends at most, while there are few ranks
 SMALL_SUM = 1 << 16  # bytes of a sum that is one round, in which all ranks send all of it; two ranks have no other
 HEAD = 256  # bytes before a short message: the digest, and what the collective is
-HISTORY = 5  # how many collectives before the one that differs an error shows
 OTHER_THREAD = ", not in the main thread"  # so that messages of two threads are not taken for each other's
 FORKED = (
     "This process was forked from a rank, for example by a DataLoader with workers, and cannot issue collectives or "
@@ -181,7 +180,7 @@ class Call:
     def __init__(self, guard: Guard, op: Collective, numel: int) -> None:
         self.buffers: Sequence[Tensor] = ()  # envelopes, sent and received, until they are read
         self.guard, self.op, self.number = guard, op, guard.number + 1
-        self.text, self.digest, self.head = _described(op, numel, get_ident() == main_thread().ident)
+        self.digest, self.head = _described(op, numel, get_ident() == main_thread().ident)
         self.region: Region | None = None
         self.works: list[Any] = []  # messages over sockets
         self.work: Any = None
@@ -258,7 +257,6 @@ class Guard:
         self.exchange = partial(dist.all_to_all_single, group=group, async_op=True)
         self.number, self.is_sending = 0, False  # of the last one that was sent
         self.error = ""
-        self._history: deque[str] = deque(maxlen=HISTORY)
         self.unverified: deque[Call] = deque()  # in the order in which they were sent
         self.abandoned: deque[Call] = deque()  # whose result nobody waits for
         self.free = [self.new_envelopes() for _ in range(4)]  # to send and to receive; the same ones again and again
@@ -301,7 +299,6 @@ class Guard:
             if len({*digests}) == 1:
                 first.verified = True  # no call before popleft: other threads run at calls
                 self.unverified.popleft()
-                self._history.append(first.text)
             else:
                 self.error = self._explained(first)
 
@@ -315,9 +312,8 @@ class Guard:
         ranks = dist.get_process_group_ranks(self.group)
         texts = [bytes(row).decode(errors="ignore").rstrip("\0") for row in call.buffers[1][:, 8:HEAD].tolist()]
         lines = [f"  rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True)]
-        past = ["Before that, the same on all ranks:", *(f"  {text}" for text in self._history)]
         title = f"ranks {', '.join(map(str, ranks))} issue different collectives, each as its number {call.number}:"
-        return "\n".join([title, *lines, *(past if self._history else []), ADVICE])
+        return "\n".join([title, *lines, ADVICE])
 
     def _have_arrived(self) -> bool:
         return all(call.arrived.done() for call in [*self.unverified])
@@ -352,13 +348,13 @@ atexit.register(time.sleep, _PAUSE)  # after all guards: what is registered last
 
 
 @lru_cache(maxsize=4096)
-def _described(op: Collective, numel: int, in_main_thread: bool) -> tuple[str, int, Tensor]:
-    """What a collective is, a digest of it, and both as the head of an envelope."""
+def _described(op: Collective, numel: int, in_main_thread: bool) -> tuple[int, Tensor]:
+    """A digest of what a collective is, and both as the head of an envelope."""
     text = describe(replace(op, numel=numel)) + ("" if in_main_thread else OTHER_THREAD)
     digest = blake2b(text.encode(), digest_size=8).digest()
     head = bytearray((digest + text.encode())[:HEAD].ljust(HEAD, b"\0"))
     with torch.inference_mode(False):
-        return text, int.from_bytes(digest, "big", signed=True), torch.frombuffer(head, dtype=torch.uint8)
+        return int.from_bytes(digest, "big", signed=True), torch.frombuffer(head, dtype=torch.uint8)
 
 
 def _await(condition: Callable[[], bool], end: float) -> bool:

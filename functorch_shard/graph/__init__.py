@@ -28,7 +28,6 @@ from .signature import Call, flatten, modules_outside, refusal, signature_of
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Backend = Callable[[GraphModule, Sequence[Tensor]], Callable[..., Any]]
 _MANY = 8  # recordings of one step, from which a warning says so
-_MOST = 16  # recordings of one step that are kept: those that were called last
 
 
 def compile(  # noqa: A001  (as torch.compile)
@@ -44,8 +43,8 @@ def compile(  # noqa: A001  (as torch.compile)
     results are bitwise those of ``step``; a compiler rounds differently.
 
     Tensors and floats in the arguments are inputs of the graph; everything else (integers, strings, dtypes, structure,
-    shapes, attributes of objects, the modes of modules) is fixed in it, and another value is recorded anew. The 16
-    recordings that were called last are kept. What the step reads from outside is fixed too, and another value is not
+    shapes, attributes of objects, the modes of modules) is fixed in it, and another value is recorded anew, with a
+    warning from the ninth on. What the step reads from outside is fixed too, and another value is not
     seen, except the modes of modules (``model.eval()``): Python runs at a recording alone. Tensors that the step closes
     over are read, and written (the buffers of a BatchNorm), at each call.
 
@@ -100,7 +99,7 @@ class Compiled:
     def __init__(self, step: Callable[..., Any], backend: str | Backend, options: Mapping[str, Any]) -> None:
         update_wrapper(self, step)
         self._step, self._backend, self._options = step, backend, options
-        self._recorded: dict[Any, tuple[Recording, Run]] = {}  # the one called last is the last
+        self._recorded: dict[Any, tuple[Recording, Run]] = {}
         self._modules: list[nn.Module] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,12 +109,10 @@ class Compiled:
             return self._step(*args, **kwargs)
         key = signature_of(call, self._modules)
         try:
-            found = self._recorded.pop(key, None)
+            found = self._recorded.get(key)
         except TypeError:  # an argument has no hash
             _check(call)
             raise
-        if found:
-            self._recorded[key] = found
         recording, run = found or self._record(call)
         inputs = call.inputs
         recording.show_simulated()
@@ -133,7 +130,7 @@ class Compiled:
 
     @property
     def schedules(self) -> list[StepSchedule]:
-        """The schedule of each recording, the one called last at the end; ``print`` shows a table."""
+        """The schedule of each recording, in their order; ``print`` shows a table."""
         return [schedule_of(recording) for recording, _ in self._recorded.values()]
 
     def __repr__(self) -> str:
@@ -160,8 +157,6 @@ class Compiled:
         with untraced():
             run = runner(recording.graph, as_inputs(call.inputs), self._backend, self._options)
         self._recorded[key] = recording, run
-        if len(self._recorded) > _MOST:
-            del self._recorded[next(iter(self._recorded))]
         return recording, run
 
 
@@ -180,7 +175,7 @@ _EXPECTED = (
     f"Pass plain tensors in the memory of the device. Anything else is fixed in a recording, and needs a hash. {KNOWN}"
 )
 _TOO_MANY = (
-    f"compile: this is recording {_MANY + 1} of one step, and {_MOST} are kept. Pass numbers that change as floats or "
+    f"compile: this is recording {_MANY + 1} of one step, and all are kept. Pass numbers that change as floats or "
     "tensors, and batches of one shape."
 )
 _SAME = (

@@ -36,23 +36,12 @@ def test_a_number_that_changes_is_recorded_once_and_a_shape_each_time() -> None:
     assert seen == [(3,), (3,), (4,)]
 
 
-def test_the_sixteen_recordings_that_were_called_last_are_kept_and_nine_warn() -> None:
-    recorded: list[int] = []
-
-    def step(x: Tensor, i: int) -> Tensor:
-        recorded.append(i)
-        return x * i
-
-    compiled, x = fs.compile(step, backend="replay"), torch.ones(2)
+def test_the_ninth_recording_warns() -> None:
+    compiled, x = fs.compile(lambda x, i: x * i, backend="replay"), torch.ones(2)
     for i in range(8):
         compiled(x, i)
-    with pytest.warns(
-        UserWarning, match="recording 9 of one step, and 16 are kept. Pass numbers that change as floats"
-    ):
+    with pytest.warns(UserWarning, match="recording 9 of one step, and all are kept. Pass numbers that change as"):
         compiled(x, 8)
-    for i in [*range(9, 16), 0, 16, 0, 1]:
-        assert torch.equal(compiled(x, i), x * i)
-    assert recorded == [*range(17), 1]
 
 
 class Scale:
