@@ -74,16 +74,6 @@ def test_a_mesh_of_several_axes_is_one_axis_in_row_major_order(verb: str, sizes:
     torch.testing.assert_close(actual.flatten(0, len(sizes) - 1), expected)
 
 
-@pytest.mark.parametrize(("program", "axis"), [*zip(PROGRAMS, "ab" * len(PROGRAMS), strict=False)])
-def test_one_axis_of_two_leaves_the_other_alone(program: str, axis: str) -> None:
-    mesh = fs.simulated_mesh({"a": 2, "b": 3})
-    rows = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-    actual = mesh.spmd(on_rank(program, mesh[axis]))(rows)
-    dim = 1 - "ab".index(axis)  # the ranks of the other axis are independent
-    expected = torch.stack([on_rows(program, x) for x in rows.unbind(dim)], dim)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
 VERBS = [verb for verb in reference.COLLECTIVES if verb != "axis_index"]
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import functorch_shard as fs
@@ -105,31 +102,6 @@ def test_at_awkward_sizes_values_are_those_of_whole_arrays_and_the_backward_is_t
         torch.testing.assert_close((y * w).sum(), (x * pulled).sum(), rtol=1e-12, atol=1e-12)
 
 
-def of_mesh(mesh: fs.Mesh, verb: str, options: Any, x: Tensor) -> Tensor:
-    return VERBS[verb](x, mesh, **options)
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), n=st.sampled_from([2, 3, 5]), shape=st.lists(st.integers(0, 3), min_size=1, max_size=3))
-def test_any_table_and_any_permutation_has_its_transpose(data: st.DataObject, n: int, shape: list[int]) -> None:
-    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
-    table = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=n, max_size=n))
-    to = data.draw(st.permutations(range(n)))
-    perm = [pair for pair in enumerate(to) if data.draw(st.booleans())]
-    rows = [*shape]
-    rows[dim] = max(map(sum, table)) + data.draw(st.integers(0, 1))
-    mesh = fs.simulated_mesh(n)
-    for size, verb, options in (
-        (rows, "ragged_all_to_all", {"sizes": table, "dim": dim}),
-        (shape, "ppermute", {"perm": perm}),
-    ):
-        x = torch.randn(n, *size, dtype=torch.float64)
-        y, pull, *_ = torch.func.vjp(mesh.spmd(partial(of_mesh, mesh, verb, options)), x)
-        assert torch.equal(y, torch.stack([*reference.COLLECTIVES[verb]([*x], options)]))
-        w = torch.randn_like(y)
-        torch.testing.assert_close((y * w).sum(), (x * pull(w)[0]).sum(), rtol=1e-12, atol=1e-12)
-
-
 @on_each([*simulated(3), *sequential(3), *gloo(3)])
 def test_ranks_send_what_the_table_or_the_pairs_say_and_count_it_by_name(mesh: fs.Mesh) -> None:
     """The number of collectives, forward and backward, and the bytes that a rank sends in one, on average."""
@@ -151,17 +123,6 @@ def test_ranks_send_what_the_table_or_the_pairs_say_and_count_it_by_name(mesh: f
         found = counter["shard", verb]
         assert (seen[verb], found.number, found.sent // found.number) == (number, number, sent)
         assert (seen.total, counter.total.number) == (2, 2)
-
-
-@on_each([*simulated(3), *sequential(2), *gloo(2)])
-def test_a_tree_goes_leaf_by_leaf(mesh: fs.Mesh) -> None:
-    n = mesh.size
-    ring = [(i, (i + 1) % n) for i in range(n)]
-    a, b = torch.arange(6.0 * n).view(n, 3, 2), torch.arange(n)
-    with fs.testing.count_collectives() as seen:
-        got: Any = mesh.spmd(lambda tree: ppermute(tree, mesh, ring))(rows_of(mesh, {"a": a, "b": [b, None]}))
-    assert mesh.is_simulated or mesh.rank or seen.by_kind == {"ppermute": 2}
-    assert_trees_close(got, rows_of(mesh, {"a": a.roll(1, 0), "b": [b.roll(1, 0), None]}))
 
 
 def program(x: Tensor, w: Tensor, mesh: fs.Mesh) -> Tensor:

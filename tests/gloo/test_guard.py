@@ -106,34 +106,6 @@ def test_what_is_abandoned_is_waited_for_by_the_next_collective_and_its_memory_u
     assert (len(guard.abandoned), len(guard.free)) == (0, 4)
 
 
-class Fails:
-    """A message during whose wait a signal handler raises, once."""
-
-    def __init__(self, waits: int) -> None:
-        self.waits = waits
-
-    def wait(self) -> None:
-        self.waits += 1
-        if self.waits == 1:
-            raise KeyboardInterrupt
-
-
-def test_what_is_left_of_a_wait_that_a_signal_interrupts_is_waited_for_by_the_next_collective() -> None:
-    guard, first, second = OneRank(), Fails(0), Fails(1)
-    work = guard.start(first, second)
-    with pytest.raises(KeyboardInterrupt):
-        work.wait()
-    assert (first.waits, second.waits) == (1, 1)
-    guard.next()
-    assert (first.waits, second.waits) == (1, 2)
-
-
-def test_an_exception_before_anything_is_sent_changes_nothing() -> None:
-    guard = OneRank()
-    guard.next()  # and what it is to send does not fit into memory
-    assert guard.next().number == 1
-
-
 def fails(*_: Any) -> None:
     raise MemoryError
 

@@ -51,24 +51,6 @@ DIFFERENT: dict[str, tuple[Callable[[fs.Mesh], Any], Callable[[fs.Mesh], Any], s
         r"2: all_gather of \d+ float32 for '0'",
         r"2: all_gather of \d+ float32 for '2'",
     ),
-    "units skipped": (  # the one after the first was fetched ahead
-        lambda mesh: forward(mesh, [0, 1, 2, 3]),
-        lambda mesh: forward(mesh, [0, 3]),
-        r"4: all_gather of \d+ float32 for '2'",
-        r"4: all_gather of \d+ float32 for '3'",
-    ),
-    "dtype": (
-        lambda mesh: psum(ONES, mesh),
-        lambda mesh: psum(ONES.double(), mesh),
-        "1: psum of 4 float32",
-        "1: psum of 4 float64",
-    ),
-    "size": (
-        lambda mesh: all_gather(ONES, mesh),
-        lambda mesh: all_gather(ONES[:3], mesh),
-        "1: all_gather of 4 float32",
-        "1: all_gather of 3 float32",
-    ),
     "size of long messages": (  # behind two that open the memory for them
         lambda mesh: all_gather(torch.ones(20_000), mesh),
         lambda mesh: all_gather(torch.ones(19_999), mesh),
@@ -86,12 +68,6 @@ DIFFERENT: dict[str, tuple[Callable[[fs.Mesh], Any], Callable[[fs.Mesh], Any], s
         lambda mesh: pmax(ONES, mesh),
         "1: psum of 4 float32",
         "1: pmax of 4 float32",
-    ),
-    "plan against a step": (
-        lambda mesh: fs.plan({"w": ONES}, mesh),
-        lambda mesh: psum(ONES, mesh),
-        "1: exchange of 32 uint8",
-        "1: psum of 4 float32",
     ),
     "one less": (
         lambda mesh: [psum(ONES[:i], mesh) for i in range(1, 5) for _ in range(4)],

@@ -169,16 +169,6 @@ def test_an_error_that_no_rank_is_to_blame_for_stays_as_it_is() -> None:
         assert seconds < WINDOW
 
 
-def undisturbed_on_this_rank() -> None:
-    with patch.object(failures, "job_store", side_effect=AssertionError("asked without an error")):
-        for step in (in_forward, in_psum, in_reshard):
-            step(fs.init_mesh(), lambda: None)
-
-
-def test_the_store_is_asked_only_after_an_error() -> None:
-    run_ranks(undisturbed_on_this_rank, 2)
-
-
 def test_a_rank_of_another_row_and_one_that_others_named_repeat_the_first_conclusion() -> None:
     store, first = dist.HashStore(), "rank 3 did not respond within 4 s (exited or stalled); rank 0 responded"
     store.set("functorch_shard/lost ranks/conclusion", first)

@@ -100,14 +100,6 @@ def test_freed_memory_is_given_back_but_for_a_pool() -> None:
     assert all(is_right(result, 50 + i) for i, results in enumerate(many) for result in results)
 
 
-def test_a_region_that_had_a_larger_result_gives_the_rest_back() -> None:
-    ranks = memories(2)
-    gathered(ranks, 1, MB)
-    results = gathered(ranks, 2, MB // 4)
-    assert held_by(ranks[0]) == 2 * MB
-    assert is_right(results[1], 2)
-
-
 def test_a_result_that_cannot_be_mapped_is_read() -> None:
     ranks = memories(2)
     with patch.object(mmap, "mmap", side_effect=OSError):  # no more file descriptors

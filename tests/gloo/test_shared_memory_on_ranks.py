@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +14,6 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.gloo.backend import SMALL_MESSAGE, Guard
 from functorch_shard.gloo.shared_memory import ADDRESS
-from functorch_shard.testing import RankError
 from tests.support import lazy_uses
 from tests.support.pool import run_ranks
 
@@ -93,26 +89,3 @@ def rewrite_on_this_rank() -> Tensor:
 def test_what_is_written_to_after_it_was_sent_arrives_as_it_was_sent() -> None:
     for rows in run_ranks(rewrite_on_this_rank, 2):
         assert torch.equal(rows, torch.tensor([1.0, 2.0])[:, None].expand_as(rows))
-
-
-def killed_on_this_rank(report: str) -> None:
-    mesh = fs.init_mesh()
-    axis, x = mesh["shard"], torch.ones(2 * LARGE)
-    for i in range(10):
-        works = [axis.issue("all_gather", x), axis.issue("psum_scatter", x)]
-        if mesh.rank == 1 and i == 7:
-            axis.issue("all_gather", x)
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            Path(report).write_text(f"{i} {error}")
-            raise
-
-
-def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    before, report = {*os.listdir("/dev/shm")}, tmp_path / "report"
-    with pytest.raises(RankError, match="rank 1 died"):
-        fs.testing.run_ranks(killed_on_this_rank, 2, str(report), timeout=100)
-    assert {*os.listdir("/dev/shm")} == before

@@ -116,14 +116,6 @@ def test_a_module_of_its_own_buffers_counts_each_call_once(mesh: fs.Mesh) -> Non
         assert dict(net.named_buffers())["1.num_batches_tracked"] == i
 
 
-def test_an_optimizer_without_a_fused_kernel_agrees_to_rounding() -> None:
-    mesh, opt = fs.simulated_mesh(2), fs.optimizer(torch.optim.NAdam, lr=1e-2)
-    program = Program(mesh)
-    step = mesh.spmd(lambda p, s, x: opt.step(p, grads=program.clipped(p, x)[0], state=s))
-    arguments = program.params, opt.init(program.params), data(mesh, 0)
-    assert_trees_close(fs.compile(step, backend="replay")(*arguments), step(*arguments), rtol=1e-7, atol=1e-9)
-
-
 @on_each([*simulated(3), *gloo(2)])
 def test_donated_leaves_are_returned_as_the_objects_that_were_passed(mesh: fs.Mesh) -> None:
     program, opt = Program(mesh), fs.optimizer(torch.optim.AdamW, lr=1e-2)

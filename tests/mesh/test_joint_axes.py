@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from functools import partial
 from itertools import product
 from typing import Any
@@ -91,15 +90,6 @@ def trained(mesh: fs.Mesh, shard_axis: Any, how: str) -> Any:
 def test_training_over_joint_axes_is_that_over_one(how: str, ranks: Ranks) -> None:
     one = Ranks({"replicate": ranks.axes.get("replicate", 1), "shard": 4})
     assert_trees_close(ranks.run(trained, NAMES, how)[0], one.once(trained, "shard", how)[0], rtol=1e-9, atol=1e-9)
-
-
-def test_a_tree_is_resharded_and_pickled() -> None:
-    model = awkward()
-    joint = fs.plan(model, fs.simulated_mesh({"dp": 2, "replicate": 2, "cp": 3}), shard_axis=NAMES)
-    params, flat = fs.shard(model, joint), fs.plan(model, fs.simulated_mesh(5))
-    assert_trees_close(fs.reshard(fs.reshard(params, flat), joint), params, rtol=0, atol=0)
-    again = pickle.loads(pickle.dumps(params))
-    assert_trees_close(fs.gather(again), fs.gather(params), rtol=0, atol=0)
 
 
 def test_what_is_no_joint_axis_is_refused() -> None:

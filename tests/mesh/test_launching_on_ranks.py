@@ -23,13 +23,11 @@ from tests.support.refusals import refused
 LAUNCHED = [
     {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"},
     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"},
-    {"PMI_RANK": "0", "PMI_SIZE": "4"},
     {"SLURM_PROCID": "3"},  # its size was lost on the way into a container
     {"WORLD_SIZE": "2"},  # of a child of Fabric before fabric.launch()
     {"RANK": "1"},
 ]
 ONE_PROCESS = [
-    {"WORLD_SIZE": "1"},
     {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a script of sbatch
     {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # a shell of salloc
     {"PMI_RANK": "", "PMI_SIZE": "many"},

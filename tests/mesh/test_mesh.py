@@ -206,21 +206,6 @@ def test_batches_of_each_ranks_loader_reach_that_rank(mesh: fs.Mesh) -> None:
     assert not any(x.any() for x in rows)
 
 
-def test_loaders_that_differ_in_shape_or_length_are_refused() -> None:
-    mesh = fs.simulated_mesh(2)
-    assert "expects each tensor to be equal size" in refused(next, mesh.batches(lambda rank: [torch.ones(rank)]))
-    assert "is shorter than" in refused([].extend, mesh.batches(lambda rank: torch.ones(2 - rank, 1)))
-
-
-@on_each([*simulated(2), *sequential(2), *gloo(2)])
-def test_a_mesh_tells_its_kind_in_and_out_of_spmd(mesh: fs.Mesh) -> None:
-    by_type = {"BatchedRanks": "batched", "SequentialRanks": "sequential", "NoneType": "gloo"}
-    expected = by_type[type(mesh._simulated).__name__]
-    kinds = [mesh.kind, mesh.with_backend(fs.communication.Counter()).kind]
-    mesh.spmd(lambda: kinds.append(mesh.kind))()
-    assert {*kinds} == {expected}
-
-
 def test_an_unpickled_tree_is_put_on_the_mesh_that_runs() -> None:
     mesh = fs.simulated_mesh(2)
     params = fs.shard({"fc.w": torch.ones(3)}, fs.plan({"fc.w": torch.ones(3)}, mesh))

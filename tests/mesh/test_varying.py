@@ -112,18 +112,6 @@ def test_random_numbers_vary_where_ranks_draw_their_own() -> None:
     assert found == [BOTH, ()]
 
 
-def test_a_vmap_around_the_ranks_is_no_axis_of_them() -> None:
-    mesh, rows = mesh_and_rows()
-    found: list[Any] = []
-
-    def step(x: Tensor, s: Tensor) -> Tensor:
-        found.append(varies({"x": x + s, "s": s, "n": 3, "none": None}))
-        return x
-
-    vmap(mesh.spmd(step, in_dims=(0, None)), in_dims=(None, 0))(rows, torch.ones(4))
-    assert found == [{"x": BOTH, "s": (), "n": (), "none": ()}]
-
-
 @pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(2, kind="sequential")], ids=["real", "sequential"])
 def test_ranks_that_compute_one_value_each_are_refused(mesh: fs.Mesh) -> None:
     for step in (varies, mesh.spmd(varies)):
