@@ -1,21 +1,23 @@
 """A layout as SVG, and SVG as text: rectangles, lines, texts and their colors, on a light or a dark background.
 
 A picture has a strip for each buffer, cut at the shards, in which each parameter has its color. The strips are equally
-wide, so a rank has the same place in each of them. Buffers that are alike are drawn once: Note [Alike] in
-text_table.py.
+wide, so a rank has the same place in each of them.
+
+Note [Alike]: buffers that have the same slots, as those of transformer blocks, are shown once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from html import escape
 
 from ..errors import shown
-from ..layout.layout import Layout
-from .text_table import Alike, alike, notes, span
+from ..layout.buffers import Buffer, Slot, dtype_name
+from ..layout.layout import Layout, shards_of_ranks
 
 _LEFT, _RIGHT, _TOP, _ROW, _STRIP = 16, 16, 64, 58, 26  # margins, and the heights of a row and of its strip
-_DRAWN = 128  # shards, up to which the edges of each are drawn
+_DRAWN = 16  # shards, up to which the edges of each are drawn
 HUES = 8
 CHARACTER = 6.7  # the width of one at 11 px in a font of fixed width, with a margin
 PALETTES = (  # of parameters, light and dark
@@ -84,18 +86,57 @@ def quoted(words: str) -> str:
     return escape(shown(words))
 
 
+@dataclass(frozen=True)
+class Alike:
+    """Buffers with the same slots: the first one, its unit, and how many there are."""
+
+    buffer: Buffer
+    unit: str
+    count: int
+
+    @property
+    def title(self) -> str:
+        return shown(self.buffer.key) + (f" x {self.count}" if self.count > 1 else "")
+
+    def short(self, slot: Slot) -> str:
+        """Return the name of a parameter without that of its unit."""
+        return shown(slot.name.removeprefix(f"{self.unit}."))
+
+
+def alike(layout: Layout) -> list[Alike]:
+    """Return the kinds of buffers, in the layout's order; Note [Alike]."""
+    found: dict[object, list[tuple[Buffer, str]]] = {}
+    for name, buffer in ((unit.name, buffer) for unit in layout.units for buffer in unit.buffers):
+        slots = tuple((s.name.removeprefix(f"{name}."), s.shape, s.offset, s.dtensor) for s in buffer.slots)
+        kind = slots, buffer.dtype, buffer.label, buffer.trainable, buffer.num_shards, buffer.numel
+        found.setdefault(kind, []).append((buffer, name))
+    return [Alike(*same[0], len(same)) for same in found.values()]
+
+
+def notes(layout: Layout) -> Iterator[str]:
+    """Yield a line about the ranks that hold the same, and one about the names of one parameter."""
+    if layout.num_ranks > layout.num_shards:
+        ranks = shards_of_ranks(layout).flatten().eq(0).nonzero().flatten().tolist()
+        yield f"{len(ranks)} replicas: rank 0 of the shard axis is ranks {', '.join(map(str, ranks))} of the mesh"
+    if layout.aliases:
+        yield f"tied: {', '.join(f'{alias} = {name}' for alias, name in layout.aliases)}"
+
+
 def drawing(layout: Layout, width: int = 960) -> str:
     """Return the picture as the text of an SVG file, ``width`` pixels wide."""
-    inner, kinds = width - _LEFT - _RIGHT, alike(layout)
-    body = [text(_LEFT, 22, fitting(repr(layout), inner)), *_ranks(layout, inner)]
+    inner, kinds, number = width - _LEFT - _RIGHT, alike(layout), layout.num_shards
+    body, lines = [text(_LEFT, 22, fitting(repr(layout), inner))], [*notes(layout)]
+    if number <= _DRAWN:
+        each = inner / number
+        names = [f"rank {rank}" if each >= 50 else str(rank) for rank in range(number)]
+        body += [text(_LEFT + (i + 0.5) * each, 50, name, "fs-faint", "middle") for i, name in enumerate(names)]
     for i, kind in enumerate(kinds):
-        body += [text(_LEFT, _TOP + 13 + i * _ROW, fitting(kind.title, inner))]
+        title = f"{kind.title}: {kind.buffer.shard_numel:,} {dtype_name(kind.buffer.dtype)} on each rank"
+        body += [text(_LEFT, _TOP + 13 + i * _ROW, fitting(title, inner))]
         body += _strip(kind, _TOP + 20 + i * _ROW, inner)
-    end, lines = _TOP + len(kinds) * _ROW + 18, notes(layout)
     if any(b.numel > b.parameter_numel for b in layout.buffers.values()):
         lines.append("gray: padding, always zero")
-    if layout.num_shards > _DRAWN:
-        lines.append(f"edges between {layout.num_shards:,} shards are not drawn")
+    end = _TOP + len(kinds) * _ROW + 18
     body += [text(_LEFT, end + 16 * i, fitting(line, inner), "fs-faint") for i, line in enumerate(lines)]
     return document(width, end + 16 * len(lines), repr(layout), body)
 
@@ -103,25 +144,13 @@ def drawing(layout: Layout, width: int = 960) -> str:
 def _strip(kind: Alike, y: float, width: float) -> Iterator[str]:
     b = kind.buffer
     at = lambda element: _LEFT + width * element / max(b.numel, 1)  # noqa: E731
-    tip = f"padding: {b.numel - b.parameter_numel:,} elements, always zero"
-    yield rectangle(_LEFT, y, width, _STRIP, "fs-rest", tip)
+    yield rectangle(_LEFT, y, width, _STRIP, "fs-rest")
     for i, slot in enumerate(b.slots):
-        left, right, on = at(slot.offset), at(slot.end), span(b, slot)
-        where = f"on rank {on}" if on.isdigit() else f"on ranks {on}" if on else "on no rank"
-        tip = f"{slot.name} {slot.shape}: {slot.numel:,} elements, {where}"
+        left, right = at(slot.offset), at(slot.end)
+        tip = f"{slot.name} {slot.shape}: {slot.numel:,} elements"
         yield rectangle(left, y, right - left, _STRIP, f"fs-hue{i % HUES}", tip)
         if name := fitting(kind.short(slot), right - left - 6):
             yield text((left + right) / 2, y + 17, name, anchor="middle")
     if b.num_shards <= _DRAWN:
         edges = (at(rank * b.shard_numel) for rank in range(b.num_shards + 1))
         yield from (line(x, y - 3, x, y + _STRIP + 3) for x in edges)
-
-
-def _ranks(layout: Layout, width: float) -> Iterator[str]:
-    """Yield the number of a rank above its column, or of every so many ranks."""
-    number = layout.num_shards
-    each = width / number
-    every = next(n for n in (1, 2, 4, 8, *(16 << i for i in range(64))) if n * each >= 30)
-    for rank in range(0, number, every):
-        word = f"rank {rank}" if each * every >= 70 else str(rank)
-        yield text(_LEFT + (rank + 0.5) * each, 50, word, "fs-faint", "middle")
