@@ -88,12 +88,6 @@ class Counter:
         with self._lock:
             self._traffic.clear()
 
-    def __str__(self) -> str:
-        lines = ["axis       kind          number         bytes          sent"]
-        for (axis, kind), t in self.traffic.items():
-            lines.append(f"{axis:10s} {kind:12s} {t.number:8,d} {t.nbytes:13,d} {t.sent:13,d}")
-        return "\n".join(lines)
-
 
 def skip(*kinds: str) -> Callable[[Axis], Axis]:
     """Send no collective of these kinds: results have the right shapes and dtypes, and numbers that mean nothing.

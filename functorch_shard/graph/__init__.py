@@ -9,7 +9,7 @@ it as a schedule. Imports ``training`` and what is below it; imported by program
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
 
@@ -30,12 +30,7 @@ Backend = Callable[[GraphModule, Sequence[Tensor]], Callable[..., Any]]
 _MANY = 8  # recordings of one step, from which a warning says so
 
 
-def compile(  # noqa: A001  (as torch.compile)
-    step: Callable[..., Any],
-    *,
-    backend: str | Backend = "inductor",
-    **options: Any,
-) -> Compiled:
+def compile(step: Callable[..., Any], *, backend: str | Backend = "inductor") -> Compiled:  # noqa: A001
     """Record ``step`` as one graph at its first call, and run the graph from then on.
 
     ``compile(step)(*args) == step(*args)``. The eager program is traced, lazy gathers and all: the graph has its
@@ -44,9 +39,9 @@ def compile(  # noqa: A001  (as torch.compile)
 
     Tensors and floats in the arguments are inputs of the graph; everything else (integers, strings, dtypes, structure,
     shapes, attributes of objects, the modes of modules) is fixed in it, and another value is recorded anew, with a
-    warning from the ninth on. What the step reads from outside is fixed too, and another value is not
-    seen, except the modes of modules (``model.eval()``): Python runs at a recording alone. Tensors that the step closes
-    over are read, and written (the buffers of a BatchNorm), at each call.
+    warning from the ninth on. What the step reads from outside is fixed too, and another value is not seen, except the
+    modes of modules: Python runs at a recording alone. Tensors that the step closes over are read and written at each
+    call.
 
     Backends of real ranks (:meth:`Mesh.with_backend`) see the collectives of each call; those of simulated ranks see a
     recording alone, since their collectives are arithmetic.
@@ -59,7 +54,6 @@ def compile(  # noqa: A001  (as torch.compile)
         backend: ``"replay"`` runs the recorded operators one by one, without Python between them;
             ``"inductor"`` compiles them, in seconds to minutes; or another backend of ``torch.compile``, by name or as
             a function of a graph and its inputs.
-        options: settings of ``torch._inductor.config``.
 
     Returns:
         A :class:`Compiled`, to be called as ``step``. What the step updates in place (``donate=True``) is returned as
@@ -67,8 +61,7 @@ def compile(  # noqa: A001  (as torch.compile)
 
     Raises:
         TypeError: an argument is a subclass of ``Tensor`` or offloaded, an array of another library, has no hash, or is
-            an object that holds a tensor and is not a container; all are named. Or a result is such an object. Or
-            ``options`` for another backend than ``"inductor"``.
+            an object that holds a tensor and is not a container; all are named. Or a result is such an object.
         NotImplementedError: at a recording, where the step reads a value of a tensor; the message has the line. Or it
             contains what is done once, before steps: ``plan``, ``shard``, ``init``, ``checkpoint``.
         RuntimeError: at a recording, where ranks recorded different collectives; the message has the first difference.
@@ -88,17 +81,15 @@ def compile(  # noqa: A001  (as torch.compile)
 
     Does for this library what ``torch.compile`` of SimpleFSDP and the graph trainer of torchtitan do.
     """
-    if options and backend != "inductor":
-        raise TypeError(f"compile: {', '.join(options)}: only backend='inductor' has options, and this is {backend!r}.")
-    return Compiled(step, backend, options)
+    return Compiled(step, backend)
 
 
 class Compiled:
     """A step and its recordings: one for each structure, shapes and dtypes that it was called with."""
 
-    def __init__(self, step: Callable[..., Any], backend: str | Backend, options: Mapping[str, Any]) -> None:
+    def __init__(self, step: Callable[..., Any], backend: str | Backend) -> None:
         update_wrapper(self, step)
-        self._step, self._backend, self._options = step, backend, options
+        self._step, self._backend = step, backend
         self._recorded: dict[Any, tuple[Recording, Run]] = {}
         self._modules: list[nn.Module] = []
 
@@ -155,7 +146,7 @@ class Compiled:
         # without a mesh, collectives that do not belong together are found where they meet, over gloo
         recording = call.meshes[0].agree("compile", trace, _lines, _SAME) if call.meshes else trace()
         with untraced():
-            run = runner(recording.graph, as_inputs(call.inputs), self._backend, self._options)
+            run = runner(recording.graph, as_inputs(call.inputs), self._backend)
         self._recorded[key] = recording, run
         return recording, run
 
@@ -184,14 +175,14 @@ _SAME = (
 )
 
 
-def runner(graph: GraphModule, inputs: Sequence[Tensor], backend: str | Backend, options: Mapping[str, Any]) -> Run:
+def runner(graph: GraphModule, inputs: Sequence[Tensor], backend: str | Backend) -> Run:
     """A function from the inputs of ``graph`` to its outputs."""
     if backend == "replay":
         return lambda tensors: graph(*tensors)
     if backend == "cudagraphs":
         _refuse_host_tensors(graph)
     constants = _constants_as_inputs(graph)
-    run = compiled(graph, [*inputs, *constants], backend, options)
+    run = compiled(graph, [*inputs, *constants], backend)
     return lambda tensors: run(*tensors, *constants)
 
 

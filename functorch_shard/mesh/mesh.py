@@ -127,11 +127,10 @@ class Mesh(Static):
     def spmd(self, fn: Any = None, /, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "different") -> Any:
         """Run ``fn`` as a single program on every rank.
 
-        On real ranks every process is already one of them: ``spmd(fn)`` is ``fn`` itself. On simulated ranks it is
-        ``fn`` under one vmap per axis: tensors are mapped, everything else is passed through, in both directions. On
-        those of kind ``"sequential"`` it is ``fn`` once for each rank, in threads of which one runs at a time: a rank
-        runs until it waits for a collective, then the first one that can continue. What a rank returns that is not a
-        tensor has to be the same on all of them. Python objects are shared, except for torch's random numbers.
+        On real ranks every process is already one of them: ``spmd(fn)`` is ``fn`` itself. On batched simulated ranks it
+        is ``fn`` under one vmap per axis: tensors are mapped, everything else is passed through. On sequential ones it
+        is ``fn`` once for each rank, in threads of which one runs at a time. What a rank returns there that is no
+        tensor has to be the same on all ranks. Python objects are shared, except for torch's random numbers.
 
         Args:
             fn: what each rank does; per-rank tensors in, per-rank tensors out. Without it, a decorator.
@@ -140,17 +139,14 @@ class Mesh(Static):
             out_dims: where the rank dims of each result go. ``None``: the same on every rank, returned once. Batched
                 ranks decide by what a value varies over (``fs.debug.varies``), sequential ones compare values.
                 ``"list"``, on sequential ranks: a list with what each rank returned.
-            randomness: as in vmap, for simulated ranks, which draw from one generator: ``"different"`` draws something
-                else on every rank, ``"same"`` alike. Sequential ranks have a generator each, which starts where this
-                one is (``"same"``), or at a seed made of that and the rank. A real rank draws from its own generator,
-                whatever this says: seed them apart after :func:`shard`, ``torch.manual_seed(1 + mesh.rank)``, or leave
-                them alike for the same.
+            randomness: as in vmap: ``"different"`` random numbers on every simulated rank, or ``"same"``. Sequential
+                ranks have a generator each, which starts where this one is (``"same"``), or at a seed made of that and
+                the rank. A real rank draws from its own generator, whatever this says: ``torch.manual_seed``.
 
         Returns:
             A function whose tensors carry one rank dim per axis, in the mesh's order.
 
-        Arguments and results may be any pytrees. Their containers are those that optree knows, and besides them
-        dataclasses, ``UserDict`` and what is registered in ``torch.utils._pytree``.
+        Arguments and results may be any pytrees, also dataclasses, ``UserDict`` and what torch's pytree knows.
 
         Differentiate inside: a transform around ``spmd`` sees all ranks at once. There ``fs.grad`` is the derivative of
         what is returned, and under ``torch.func``'s own transforms the reduction of ``gather`` still applies, so the
@@ -160,11 +156,9 @@ class Mesh(Static):
             ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` varies.
             TypeError: an argument, or the result, has tensors inside of an object that is not such a container.
                 Modules, functions and optimizers are passed through.
-            RuntimeError: called inside ``spmd`` of the same mesh. Or batched ranks cannot do it because they are a vmap
-                (an ``if`` on values, buffers that are written to, a checkpoint), by torch's own error.
+            RuntimeError: called inside ``spmd`` of the same mesh. Or what a vmap cannot do, by torch's own error.
                 Sequential ranks: they wait for each other, or issue different collectives; the message has the lines.
-            NotImplementedError: ``fn`` is differentiated through ``torch.utils.checkpoint``, on batched ranks. Or a
-                transform or a compiler is around the function, on sequential ones.
+            NotImplementedError: a transform or a compiler is around the function, on sequential ranks.
             Exception: what a rank raised, on sequential ones with a note of its number.
 
         Cost:
@@ -187,8 +181,7 @@ class Mesh(Static):
         """This rank's part of a global batch: rank r of N gets the r-th of N equal parts of ``dim``.
 
         Args:
-            tree: a tensor or a pytree; its tensors are split, everything else is passed through. Containers may be
-                dataclasses, ``UserDict`` and others: see ``spmd``.
+            tree: a tensor or a pytree; its tensors are split, everything else is passed through.
             dim: the dimension to split, divisible by ``mesh.size``. Or one for each axis by name, as
                 ``{"shard": 0, "context": 1}``: a dimension that several axes split is divisible by their product, and
                 ranks of an axis that is left out get the same.
@@ -278,8 +271,7 @@ class Mesh(Static):
 
         Args:
             wrap: ``fs.communication.wrap(function)``, ``skip(kind)`` or a ``Counter``; or a function from an axis to
-                what one of them makes of it, to the axis itself, or to a ``Backend`` of your own, which moves bytes
-                instead of ``axis.backend``.
+                what one of them makes of it, to the axis itself, or to a ``Backend`` of your own.
 
         Returns:
             A mesh of the same axes. Wrapped again, the last wrap is asked first. All ranks have to wrap alike.
@@ -365,9 +357,8 @@ def simulated_mesh(
         axes: the number of ranks of one axis ``"shard"``, or sizes by name, outermost first.
         device: where ``shard`` puts values; torch's default device unless given.
         kind: how ``spmd`` runs a function. ``"batched"``: once, under a vmap over the ranks, which is fast, and
-            refuses what a vmap cannot do. ``"sequential"``: once for each rank, one after the other, as processes do,
-            with the numbers of real ranks: any program runs, and a step takes as long as those of all ranks together.
-            Ranks are threads: they share modules with their modes and hooks, torch's settings, other Python objects.
+            refuses what a vmap cannot do. ``"sequential"``: once for each rank, one after the other, with the numbers
+            of real ranks: any program runs. Ranks are threads: they share modules, torch's settings, other objects.
             ``bind(model, params)`` is a module of one rank; a collective inside of ``functional_call`` is refused.
 
     Raises:

@@ -6,7 +6,7 @@ levels of ``torch.func``, and what ranks in threads inherit and share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -180,18 +180,16 @@ class _Recorder(TorchDispatchMode):
                     x.copy_(before)
 
 
-def compiled(
-    graph: GraphModule, inputs: Sequence[Tensor], compiler: str | Callable[..., Any], options: Mapping[str, Any]
-) -> Any:
+def compiled(graph: GraphModule, inputs: Sequence[Tensor], compiler: str | Callable[..., Any]) -> Any:
     """Compile ``graph`` with a backend of ``torch.compile``, which lists their names in public, and no more.
 
-    On fresh fake tensors: those of a trace know the numbers that it read. ``options`` are those of inductor.
+    On fresh fake tensors: those of a trace know the numbers that it read.
     """
     from torch._dynamo import lookup_backend  # takes seconds
 
     run = compiler if callable(compiler) else lookup_backend(compiler)
     if compiler == "inductor":
-        run = partial(run, config_patches={**_AS_RECORDED, **options})
+        run = partial(run, config_patches=_AS_RECORDED)
     fakes = fake_copies(inputs)
     with tracing(TracingContext(next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None))):
         return run(graph, fakes)

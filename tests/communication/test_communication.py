@@ -62,7 +62,6 @@ def test_a_counter_counts_per_axis_and_kind_what_one_rank_does(axes: dict[str, i
         factor = {"all_gather": n * (n - 1), "psum_scatter": n - 1}.get(kind, 2 * (n - 1))
         assert traffic.sent == sum(-(-c.nbytes * factor // n) for c in these)
     assert counter.total.number == seen.total
-    assert len(str(counter).splitlines()) == 1 + len(issued)
     counter.clear()
     assert counter.traffic == {}
     assert counter["shard", "all_gather"] == Traffic()
