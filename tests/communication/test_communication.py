@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +13,8 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Backend, Collective, Counter, Finished, Traffic, Work, skip, wrap
-from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
-from tests.support.ranks import Ranks, gloo, simulated
 from tests.support.refusals import refused
 
 MODEL = awkward()
@@ -83,26 +80,6 @@ def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
     for reduce in (fs.collectives.psum, fs.collectives.pmax):
         assert torch.equal(mesh.spmd(lambda x, f=reduce: f(x, mesh))(rows)[0], rows[0])
     assert sent.traffic == {}
-
-
-def half_sums(op: Collective, x: Tensor, send: Issue) -> Work:
-    """Gradients are reduced in bfloat16."""
-    if op.kind != "psum_scatter":
-        return send(op, x)
-    return send(replace(op, dtype=torch.bfloat16), x.bfloat16()).then(lambda total: total.to(x.dtype))
-
-
-def with_half_sums(mesh: fs.Mesh) -> list[Any]:
-    wide: Any = {"align_bytes": 64}  # as many elements as of the narrower dtype of the policy
-    same = trained(mesh, precision=fs.MixedPrecision(reduce_dtype=torch.bfloat16))
-    return [trained(mesh.with_backend(wrap(half_sums)), **wide), same, trained(mesh, **wide)]
-
-
-@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(3)], ids=str)
-def test_a_backend_of_ones_own_trains_as_the_precision_that_does_the_same(ranks: Ranks) -> None:
-    for actual, same, exact in ranks.run(with_half_sums):
-        assert_trees_close(actual, same, rtol=0, atol=0)
-        assert any((x != exact[0][key]).any() for key, x in actual[0].items())
 
 
 def seen_by(seen: list[Collective]) -> Callable[[Any], fs.Axis]:

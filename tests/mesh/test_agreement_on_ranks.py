@@ -140,17 +140,7 @@ def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis(mesh
 
 
 @on_each(gloo(2))
-def test_ranks_plan_and_compare_inside_transforms_as_outside(mesh: fs.Mesh) -> None:
-    like = {"w": torch.tensor([1.0, 2.0, 3.0])}
-    params = fs.shard(like, fs.plan(like, mesh))
-
-    def loss(params: fs.Sharded, scale: Tensor) -> Tensor:
-        weights = fs.curvature.from_vector(scale * torch.ones(3), fs.plan(like, mesh))
-        return fs.curvature.vdot(params, weights)
-
-    grads = fs.gather(torch.func.grad(loss)(params, torch.tensor(2.0)), lazy=False)["w"]
-    assert grads.tolist() == [4.0, 4.0, 4.0]  # by torch.func.grad, of the sum of both ranks' losses
-    assert torch.vmap(lambda scale: loss(params, scale))(torch.tensor([1.0, 2.0])).tolist() == [6.0, 12.0]
+def test_ranks_compare_plans_inside_transforms_as_outside(mesh: fs.Mesh) -> None:
     with pytest.raises(RuntimeError, match=r"shape \(3,\)(?s:.*)shape \(4,\)"):
         torch.func.grad(lambda x: len(fs.plan({"w": torch.zeros(3 + mesh.rank)}, mesh).slots) * x)(torch.ones(()))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.func import functional_call, jvp
 
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
@@ -59,29 +59,6 @@ def test_collectives_say_what_is_the_same_on_every_rank() -> None:
         "joint": (),
         "one": BOTH,
     }
-
-
-def test_derivatives_vary_where_their_collectives_say() -> None:
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return (x @ w).square().sum()
-
-    def program(mesh: fs.Mesh, x: Tensor) -> Any:
-        w = torch.ones(6, dtype=x.dtype)
-        g = grad(loss)(w, x)
-        return [
-            g,
-            pmean(g, mesh["shard"]),
-            pmean(g, mesh),
-            hessian(loss)(w, x),
-            psum(hessian(loss)(w, x), mesh),
-            jvp(lambda w: psum(loss(w, x), mesh["shard"]), (w,), (w,)),
-            grad(lambda w: psum(loss(w, x), mesh["shard"]))(w),
-            vmap(grad(loss), (None, 0))(w, torch.stack([x, x])),
-            vmap(lambda v: psum(loss(v, x), mesh))(torch.stack([w, w])),
-        ]
-
-    outer = ("replicate",)
-    assert seen(program) == [BOTH, outer, (), BOTH, (), (outer, outer), BOTH, BOTH, ()]
 
 
 def test_gradients_of_shards_vary_over_the_shards_and_not_over_replicas() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, jvp, linearize, vmap
+from torch.func import functional_call, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -117,7 +117,6 @@ def test_ranks_that_wait_for_each_other_on_two_axes_say_so() -> None:
     ("other", "text"),
     [
         (lambda x, mesh: all_gather(x, mesh), "all_gather of 2 float32 of shape (2,)"),
-        (lambda x, mesh: psum(x[:1], mesh), "psum of 1 float32 of shape (1,)"),
         (lambda x, mesh: psum(x[None], mesh), "psum of 2 float32 of shape (1, 2)"),
         (lambda x, mesh: psum(x.double(), mesh), "psum of 2 float64 of shape (2,)"),
     ],
@@ -155,14 +154,6 @@ def test_transforms_and_recordings_around_are_refused_and_those_inside_work() ->
     step = fs.compile(lambda x: psum(x * axis_index(mesh), mesh["shard"]), backend="replay")
     for _ in range(2):  # each rank has a recording of its own
         assert torch.equal(mesh.spmd(step)(rows())[0], (rows() * torch.arange(3)[:, None]).sum(0))
-
-
-def test_spmd_inside_of_itself_is_refused_and_of_another_mesh_is_not() -> None:
-    mesh, other, batched = mesh_of(), mesh_of(2), fs.simulated_mesh(2)
-    assert "already runs as one rank" in refused(mesh.spmd(lambda x: mesh.spmd(torch.sin)(x)), rows())
-    for inner in (other, batched):
-        total = mesh.spmd(lambda x, inner=inner: psum(inner.spmd(lambda y: psum(y, inner))(x), mesh))(rows())
-        assert torch.equal(total, rows().sum().expand(3, 2))
 
 
 # arguments and results
@@ -321,13 +312,6 @@ def test_a_jvp_that_ends_on_one_rank_leaves_the_tangents_of_the_others() -> None
     x = rows().double()
     expected = x.square().sum(0) + 2 * x.sum(0) * x
     assert_trees_close(mesh.spmd(tangent)(x), expected)
-
-    def by_hand(x: Tensor) -> None:
-        with forward_ad.dual_level():
-            pass
-
-    for program in (by_hand, lambda x: linearize(torch.sin, x)[0]):
-        assert "Nested forward mode AD" in refused(mesh.spmd(program), x)
     assert forward_ad._current_level == -1
 
 
@@ -387,9 +371,6 @@ def test_what_one_rank_issues_is_counted() -> None:
 
     assert mesh.spmd(counts_its_own)(rows()) == 2
     assert counter["shard", "psum"].number == 3
-    counter.clear()
-    mesh.spmd(lambda x: psum(all_gather(x, mesh), mesh))(rows())
-    assert counter["shard", "psum"].number == 1
     assert counter["shard", "all_gather"].nbytes == 8
 
 
@@ -397,9 +378,7 @@ def test_torch_distributed_inside_has_the_ranks_and_refuses_collectives() -> Non
     mesh, batched = mesh_of(), fs.simulated_mesh(3)
     ask = lambda: (dist.is_initialized(), dist.get_world_size(), dist.get_rank())  # noqa: E731
     assert mesh.spmd(ask, out_dims="list")() == [(True, 3, rank) for rank in range(3)]
-    part: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in 2.13
-    programs: list[Any] = [dist.all_reduce, lambda x: dist.broadcast(x, 0), lambda x: dist.all_gather([x] * 3, x)]
-    programs += [lambda x: part(x[:1], x), lambda x: dist.barrier(), lambda x: dist.send(x, 1)]
+    programs: list[Any] = [dist.all_reduce, lambda x: dist.barrier(), lambda x: dist.send(x, 1)]
     for program in programs:
         for ranks in (mesh, batched):
             text = refused(ranks.spmd(program), torch.ones(3, 3))
