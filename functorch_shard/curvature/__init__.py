@@ -1,4 +1,4 @@
-"""Curvature of a sharded loss: Hessian, Gauss-Newton and Fisher matrices by their products with vectors.
+"""Curvature of a sharded loss: Hessian and Gauss-Newton matrices by their products with vectors.
 
 Vectors are ``Sharded`` trees, with ``vdot`` and random ones that do not depend on ranks, or flat vectors for programs
 outside of the ranks: scipy's ``eigsh``, ``cg``, ``lsqr``.
@@ -8,12 +8,11 @@ sharded matrices, which are at the top level as they are in ``torch.func``; ``ve
 random ones. Imports ``training`` and what is below.
 """
 
-from .operators import Operator, fisher, from_vector, gauss_newton, hessian, to_vector
+from .operators import Operator, from_vector, gauss_newton, hessian, to_vector
 from .vectors import randn_like, vdot
 
 __all__ = [
     "Operator",
-    "fisher",
     "from_vector",
     "gauss_newton",
     "hessian",

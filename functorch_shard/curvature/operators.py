@@ -1,7 +1,7 @@
-"""Hessian, Gauss-Newton and Fisher matrices of a loss as linear operators, on ``Sharded`` trees or on flat vectors.
+"""Hessian and Gauss-Newton matrices of a loss as linear operators, on ``Sharded`` trees or on flat vectors.
 
-The matrices are never built: a product is one or two passes through the model. All three are those of the mean over
-ranks of what each rank returns, Note [Boundary], as gradients by ``fs.grad`` are.
+The matrices are never built: a product is one or two passes through the model. Both are those of the mean over ranks of
+what each rank returns, Note [Boundary], as gradients by ``fs.grad`` are.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def gauss_newton(predict: Callable[..., Any], loss: Callable[..., Tensor]) -> Ca
 
     ``J' H J``, where ``J`` is the Jacobian of ``predict`` by the parameters, and ``H`` the Hessian of ``loss`` by the
     predictions. Positive semidefinite for a convex ``loss``. It is the Fisher matrix where ``loss`` is the negative
-    log-likelihood of an exponential family in its natural parameters: cross entropy of logits, squared errors.
+    log-likelihood of an exponential family in its natural parameters: cross entropy of logits, squared errors. The mean
+    of ``g g'`` over samples, ``g`` the gradient of one sample's loss (the empirical Fisher matrix), is that of
+    ``lambda losses: losses.square().mean() / 2``, where ``predict`` returns the losses of the samples.
 
     Args:
         predict: of ``(params, inputs)``; returns a tensor, or a pytree of tensors.
@@ -111,45 +113,6 @@ def gauss_newton(predict: Callable[..., Any], loss: Callable[..., Tensor]) -> Ca
     return partial(_operator, "gauss_newton", product)
 
 
-def fisher(losses: Callable[..., Tensor]) -> Callable[..., Operator]:
-    """Return a function that makes the second moment of the gradients of samples.
-
-    The mean over samples of ``g g'``, ``g`` the gradient of one sample's loss. With negative log-likelihoods of the
-    targets of the data this is the empirical Fisher matrix; of targets that were drawn from the model's own
-    predictions, an unbiased estimate of the Fisher matrix. For the Fisher matrix itself see :func:`gauss_newton`.
-
-    Args:
-        losses: of ``(params, *args)``; returns the loss of each sample, for example by ``reduction="none"``.
-
-    Returns:
-        A function of ``(params, *args)`` that returns an :class:`Operator`: of the mean over ranks of each rank's mean.
-
-    Raises:
-        TypeError, ValueError: as :func:`hessian`.
-
-    Cost:
-        Nothing here. A product: one forward pass with tangents, which keeps nothing, and one gradient; no gradient of a
-        single sample is computed.
-
-    Example:
-        >>> layout = fs.plan({"fc.w": torch.zeros(2)}, fs.simulated_mesh(2))
-        >>> params, v = (fs.shard({"fc.w": torch.tensor(x)}, layout) for x in ([1.0, 2.0], [1.0, 1.0]))
-        >>> losses = lambda params, x: x @ fs.gather(params)["fc.w"]
-        >>> (fisher(losses)(params, torch.tensor([[1.0, 0.0], [0.0, 3.0]])) @ v)["fc"]
-        tensor([[0.5000],
-                [4.5000]])
-    """
-
-    def product(complete: Complete, params: Sharded, v: Sharded, args: Any) -> Sharded:
-        def of_samples(p: Sharded) -> Tensor:
-            return losses(complete(p), *args)
-
-        pushed = jvp(of_samples, (params,), (v,))[1]
-        return grad(lambda p: (of_samples(p) * pushed).mean())(params)
-
-    return partial(_operator, "fisher", product)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Operator:
     """A symmetric matrix by its products with vectors: ``Sharded`` trees like the parameters, or flat vectors.
@@ -160,8 +123,8 @@ class Operator:
     ``shape`` counts trainable elements, without padding, tied parameters once; ``dtype`` is that of flat vectors.
 
     On real ranks every rank runs the same program with the same flat vectors, which each product compares: pass ``v0``
-    to ``eigsh``, whose own start is random. Made by :func:`hessian`, :func:`gauss_newton` and :func:`fisher`; an
-    operator that ``mesh.spmd`` returns has the arguments of all ranks.
+    to ``eigsh``, whose own start is random. Made by :func:`hessian` and :func:`gauss_newton`;
+    an operator that ``mesh.spmd`` returns has the arguments of all ranks.
     """
 
     params: Sharded

@@ -12,7 +12,7 @@ from torch.func import functional_call, jacrev
 from torch.func import hessian as hessian_of
 
 import functorch_shard as fs
-from functorch_shard.curvature import fisher, gauss_newton, hessian
+from functorch_shard.curvature import gauss_newton, hessian
 from tests.laws import convention
 from tests.laws.tasks import Data
 from tests.support.models import awkward
@@ -29,14 +29,18 @@ def mismatch(predictions: Tensor, y: Tensor) -> Tensor:
     return (predictions - y).cosh().log().mean()
 
 
-def mismatches(predictions: Tensor, y: Tensor) -> Tensor:
+def mismatches(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return each_mismatch(predicted(fs.gather(params), batch[0]), batch[1])
+
+
+def each_mismatch(predictions: Tensor, y: Tensor) -> Tensor:
     return (predictions - y).cosh().log().mean(-1)
 
 
 KINDS: dict[str, Callable[..., fs.curvature.Operator]] = {
     "hessian": hessian(lambda p, x, y: mismatch(predicted(fs.gather(p), x), y)),
     "gauss_newton": gauss_newton(lambda p, x: predicted(fs.gather(p), x), mismatch),
-    "fisher": fisher(lambda p, x, y: mismatches(predicted(fs.gather(p), x), y)),
+    "fisher": lambda p, *xy: gauss_newton(mismatches, lambda each: each.square().mean() / 2)(p, xy),
 }
 
 
@@ -80,7 +84,7 @@ def matrix(kind: str, num_ranks: int) -> Tensor:
         if kind == "hessian":
             return hessian_of(lambda flat: mismatch(of_vector(flat, x), y))(vector())
         if kind == "fisher":
-            rows = jacrev(lambda flat: mismatches(of_vector(flat, x), y))(vector())
+            rows = jacrev(lambda flat: each_mismatch(of_vector(flat, x), y))(vector())
             return rows.T @ rows / len(rows)
         jacobian = jacrev(lambda flat: of_vector(flat, x).flatten())(vector())
         curved = hessian_of(lambda out: mismatch(out.view(y.shape), y))(of_vector(vector(), x).flatten())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.curvature import Operator, fisher, gauss_newton, hessian
+from functorch_shard.curvature import Operator, gauss_newton, hessian
 
 SAMPLES = 8
 
@@ -45,9 +45,12 @@ def operator(kind: str, mesh: fs.Mesh, dtype: torch.dtype = torch.float64) -> Op
     def predict(params: fs.Sharded, x: Tensor) -> Tensor:
         return functional_call(model, fs.gather(params), (x,))
 
+    def losses(params: fs.Sharded, xy: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(predict(params, xy[0]), xy[1], reduction="none")
+
     kinds: dict[str, Callable[..., Operator]] = {
         "hessian": hessian(lambda p, x, y: F.cross_entropy(predict(p, x), y)),
         "gauss_newton": gauss_newton(predict, F.cross_entropy),
-        "fisher": fisher(lambda p, x, y: F.cross_entropy(predict(p, x), y, reduction="none")),
+        "fisher": lambda p, *xy: gauss_newton(losses, lambda each: each.square().mean() / 2)(p, xy),
     }
     return mesh.spmd(kinds[kind])(params, *mesh.split(data(dtype)))
