@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Backend, Collective, Counter, Finished, Traffic, Work, skip, wrap
+from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
+from tests.support.ranks import gloo, on_each, rows_of, simulated
 from tests.support.refusals import refused
 
 MODEL = awkward()
@@ -80,6 +83,21 @@ def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
     for reduce in (fs.collectives.psum, fs.collectives.pmax):
         assert torch.equal(mesh.spmd(lambda x, f=reduce: f(x, mesh))(rows)[0], rows[0])
     assert sent.traffic == {}
+
+
+def half_sums(op: Collective, x: Tensor, send: Issue) -> Work:
+    """Gradients are reduced in bfloat16."""
+    if op.kind != "psum_scatter":
+        return send(op, x)
+    return send(replace(op, dtype=torch.bfloat16), x.bfloat16()).then(lambda total: total.to(x.dtype))
+
+
+@on_each([*simulated(2), *gloo(2)])
+def test_a_function_before_a_backend_changes_what_is_sent(mesh: fs.Mesh) -> None:
+    halved = mesh.with_backend(wrap(half_sums))
+    rows = rows_of(mesh, torch.tensor([[256.0, 2.0], [1.0, 3.0]]))
+    got = halved.spmd(lambda x: fs.collectives.psum_scatter(x, halved))(rows)
+    assert torch.equal(got, rows_of(mesh, torch.tensor([[256.0], [5.0]])))  # bfloat16 has no 257
 
 
 def seen_by(seen: list[Collective]) -> Callable[[Any], fs.Axis]:
