@@ -2,8 +2,7 @@
 
 A row is an outer and an inner transform; its program is the same for shards and for whole parameters, by a ``Side``.
 The cases of ``convention`` (its model, samples and losses) are used here, and what they differentiate are rows too. A
-column is a kind of ranks with options: add one to ``COLUMNS``. ``MIXED`` are columns whose loss exchanges what ranks
-computed by a collective, which is one of ``COLLECTIVES``.
+column is a kind of ranks with options: add one to ``COLUMNS``.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import jvp, linearize, vjp, vmap
-from torch.nn.functional import linear
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.laws import convention
 from tests.laws.convention import Samples, direction, plain_loss, tree_map, whole_parameters
-from tests.support import reference
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 
 Tree = Any
@@ -88,55 +85,16 @@ def derived(side: Side, row: Row, p: Tree, v: Tree, x: Tensor, y: Tensor) -> Tre
     return OUTER[outer](side, lambda p: INNER[inner](side, p, v, x, y), p, v)
 
 
-# Collectives in the middle of the loss: what each needs besides its operand, for a number of ranks.
-COLLECTIVES: dict[str, Callable[[int], dict[str, Any]]] = {
-    "all_to_all": lambda n: {"split_dim": -1, "concat_dim": -1},
-    "ragged_all_to_all": lambda n: {"sizes": [[int(i + 2 * j > 1) for j in range(n)] for i in range(n)], "dim": -1},
-    "ppermute": lambda n: {"perm": [(i, i - 1) for i in range(1, n)]},  # nothing arrives at the last rank
-    "broadcast": lambda n: {"from_rank": n - 1},
-    "pmin": lambda n: {},
-}
-
-
-def mixed_loss(p: Tree, x: Tensor, y: Tensor, exchange: Callable[[Tensor], Tensor], size: int) -> Tensor:
-    """The loss of a rank's samples, or of whole arrays with the samples of rank r at [:, r]; ranks mix features."""
-    hidden = linear(x, p["0.weight"], p["0.bias"]).tanh()
-    wide = hidden.unsqueeze(-1) * torch.arange(1, size + 1)  # a column for each rank
-    got = exchange(wide)
-    mixed = hidden + (got * torch.arange(1, got.shape[-1] + 1)).sum(-1).sin()
-    return ((linear(mixed, p["2.weight"], p["2.bias"]) - y) ** 2).mean()
-
-
-def sharded_mixed_loss(p: Tree, x: Tensor, y: Tensor, lazy: bool | None, verb: str) -> Tensor:
-    mesh = p.layout.mesh
-    collective: Any = getattr(fs.collectives, verb)
-    options = COLLECTIVES[verb](mesh.size)
-    return mixed_loss(fs.gather(p, lazy=lazy), x, y, lambda wide: collective(wide, mesh, **options), mesh.size)
-
-
-def whole_mixed_loss(p: Tree, x: Tensor, y: Tensor, verb: str) -> Tensor:
-    """The same of whole arrays, in plain torch: samples of rank r are at [:, r]."""
-    size = x.shape[1]
-
-    def exchange(wide: Tensor) -> Tensor:
-        return torch.stack([*reference.COLLECTIVES[verb]([*wide.unbind(1)], COLLECTIVES[verb](size))], 1)
-
-    return mixed_loss(p, x, y, exchange, size)
-
-
 @dataclass(frozen=True)
 class Column:
-    """A kind of ranks, lazy or plain gathers, with or without recomputation, and a collective in the loss."""
+    """A kind of ranks, lazy or plain gathers, with or without recomputation."""
 
     ranks: Ranks
     lazy: bool | None = None
     remat: bool = False
-    verb: str = ""
 
     def side(self) -> Side:
         loss = partial(convention.sharded_loss, lazy=self.lazy)
-        if self.verb:
-            loss = partial(sharded_mixed_loss, lazy=self.lazy, verb=self.verb)
         return Side(fs.remat(loss) if self.remat else loss, fs.grad, fs.jacrev, fs.jacfwd, fs.curvature.vdot)
 
 
@@ -151,12 +109,6 @@ COLUMNS: dict[str, Column] = {
     for axes, ranks in zip(("1 axis", "2 axes"), several, strict=True)
     for gathered, lazy in ways
     for remat in (False, True)
-}
-MIXED: dict[str, Column] = {
-    f"{kind}, {axes}, {verb}": Column(ranks, verb=verb)
-    for verb in COLLECTIVES
-    for kind, several, _ in KINDS[:2]
-    for axes, ranks in zip(("1 axis", "2 axes"), several, strict=True)
 }
 
 
@@ -190,22 +142,21 @@ def _attempted(run: Callable[[Row], Any], row: Row) -> Any:
 
 
 @cache
-def expected(num_ranks: int, row: Row, verb: str = "") -> Any:
+def expected(num_ranks: int, row: Row) -> Any:
     """Of the unsharded model, whose loss is the mean over ranks; or the text of torch's error."""
     samples = Samples.of(num_ranks)
-    x, y = (t.transpose(0, 1) if verb else t.flatten(0, 1) for t in (samples.x, samples.y))
-    side = Side(partial(whole_mixed_loss, verb=verb) if verb else plain_loss)
-    return _attempted(lambda row: derived(side, row, whole_parameters(), direction(), x, y), row)
+    x, y = samples.x.flatten(0, 1), samples.y.flatten(0, 1)
+    return _attempted(lambda row: derived(Side(plain_loss), row, whole_parameters(), direction(), x, y), row)
 
 
-def verdict(result: Any, num_ranks: int, row: Row, verb: str = "") -> str:
+def verdict(result: Any, num_ranks: int, row: Row) -> str:
     """Right, wrong, or the error; and whether torch raises for whole parameters too."""
-    if isinstance(expected(num_ranks, row, verb), str):
+    if isinstance(expected(num_ranks, row), str):
         return UNSHARDED if isinstance(result, str) else "right"
     if isinstance(result, str):
         return result
     try:
-        assert_trees_close(tree_map(torch.as_tensor, result), expected(num_ranks, row, verb), rtol=1e-10, atol=1e-12)
+        assert_trees_close(tree_map(torch.as_tensor, result), expected(num_ranks, row), rtol=1e-10, atol=1e-12)
     except AssertionError:
         return "wrong"
     return "right"
@@ -216,6 +167,6 @@ def verdicts(column: Column, rows: list[Row]) -> list[str]:
     results = column.ranks.run(on_mesh, column, rows)
     found = []
     for i, row in enumerate(rows):
-        of_ranks = {verdict(result[i], column.ranks.size, row, column.verb) for result in results}
+        of_ranks = {verdict(result[i], column.ranks.size, row) for result in results}
         found.append(of_ranks.pop() if len(of_ranks) == 1 else "; ".join(sorted(of_ranks)))
     return found

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 import pytest
-import torch
 
 from tests.benchmarks.transforms import sign
 from tests.laws import nestings_fsdp2
-from tests.laws.nestings import COLUMNS, INNER, MIXED, OUTER, ROWS, UNSHARDED, Row, verdicts
+from tests.laws.nestings import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row, verdicts
 from tests.support.pages import ROOT
 
 # torch.func.linearize traces what it differentiates, which torch does not do inside of vmap, and so on simulated ranks.
 TRACED = "linearize"
-ZERO_IN_TORCH = ("linearize", "jacrev")  # of plain tensors too, for most functions
 DEFAULT = ["simulated, 2 axes", "gloo, 1 axis, lazy", "one after the other, 1 axis"]
 every_column = pytest.mark.parametrize(
     "column", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in COLUMNS]
@@ -51,29 +46,6 @@ def assert_right(column: str, found: dict[Row, str]) -> None:
     odd = {row: text for row, text in found.items() if text != "right" and not (text == UNSHARDED and TRACED in row)}
     assert {row: text for row, text in odd.items() if not refused_on_simulated_ranks(column, row)} == {}
     assert "wrong" not in odd.values()
-
-
-SHARES = [name for name in MIXED if "1 axis" in name]
-
-
-@pytest.mark.parametrize(
-    ("column", "every"),
-    [*((name, False) for name in SHARES), *(pytest.param(name, True, marks=pytest.mark.slow) for name in MIXED)],
-)
-def test_every_nesting_of_a_loss_with_a_collective_is_that_of_whole_arrays(column: str, every: bool) -> None:
-    rows = ROWS if every else rows_of(column, SHARES)
-    found = dict(zip(rows, verdicts(MIXED[column], rows), strict=True))
-    assert_right(column, {row: text for row, text in found.items() if row != ZERO_IN_TORCH})
-
-
-def test_torch_itself_gives_zero_for_linearize_of_jacrev() -> None:
-    """When it does not any more, ``ZERO_IN_TORCH`` is to go."""
-    w = torch.arange(1.0, 4.0)
-    slope: Any = lambda w: torch.func.jacrev(lambda w: (w**3).sum())(w).sum()  # noqa: E731
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
-        assert torch.func.linearize(slope, w)[1](w) == 0
-    assert torch.func.jvp(slope, (w,), (w,))[1] == 6 * w.square().sum()
 
 
 def test_the_page_has_every_row_and_nothing_wrong_of_this_library() -> None:
