@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from torch.distributed.fsdp import MixedPrecision as FSDP1Precision
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import functorch_shard as fs
-from functorch_shard.communication import Backend
 from tests.benchmarks.workloads import Workload
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -27,14 +23,13 @@ def training_step(
     model: nn.Module,
     layout: fs.Layout,
     loss: Callable[[Tensor, Tensor], Tensor],
-    gather: Callable[[fs.Sharded], fs.Full] = fs.gather,
     donate: bool = True,
 ) -> tuple[Callable[..., Any], list[Any]]:
     """``step(params, state, x, y)`` of AdamW, which returns new ones and the loss, and its first two arguments."""
     params, opt = fs.shard(model, layout), fs.optimizer(torch.optim.AdamW, lr=LR)
 
     def loss_of(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return loss(functional_call(model, gather(params), (x,)), y)
+        return loss(functional_call(model, fs.gather(params), (x,)), y)
 
     def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         grads, value = fs.grad_and_value(loss_of)(params, x, y)
@@ -49,9 +44,6 @@ def ours(
     device: torch.device,
     *,
     reshard: bool,
-    lazy: bool | None = None,
-    codec: Any = None,
-    through: Sequence[Callable[[fs.Axis], Backend]] = (),
     compiled: str | None = None,
     donate: bool = True,
     replicas: int = 1,
@@ -60,11 +52,9 @@ def ours(
 ) -> Step:
     axes = {"shard": -1} if replicas == 1 else {"replicate": replicas, "shard": -1}
     mesh, model = on() if on else fs.init_mesh(axes, device=device.type), work.model().to(device)
-    for wrap in through:
-        mesh = mesh.with_backend(wrap)
     precision = fs.MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
     layout = fs.plan(model, mesh, units=units, reshard_after_forward=reshard, precision=precision)
-    train, trees = training_step(model, layout, work.loss, partial(fs.gather, lazy=lazy, codec=codec), donate=donate)
+    train, trees = training_step(model, layout, work.loss, donate=donate)
     model.to("meta")  # the shards are all that is needed
     update = fs.compile(train, backend=compiled) if compiled else train
 
@@ -89,21 +79,6 @@ def fsdp2(
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     return _stateful(model, work)
-
-
-def fsdp1(work: Workload, bf16: bool, device: torch.device, *, reshard: bool) -> Step:
-    model: Any = work.model().to(device)
-    policy = FSDP1Precision(torch.bfloat16, torch.float32) if bf16 else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on a CPU it says that a GPU would be faster
-        wrapped = FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
-            sharding_strategy=ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP,
-            mixed_precision=policy,
-            device_id=device,
-        )
-    return _stateful(wrapped, work)
 
 
 def ddp(work: Workload, bf16: bool, device: torch.device) -> Step:
@@ -136,10 +111,8 @@ def _cast(x: Tensor, bf16: bool) -> Tensor:
 CONTENDERS: dict[str, Callable[[Workload, bool, torch.device], Step]] = {
     "ours": partial(ours, reshard=True),
     "FSDP2": partial(fsdp2, reshard=True),
-    "FSDP1": partial(fsdp1, reshard=True),
     "ours, no reshard": partial(ours, reshard=False),
     "FSDP2, no reshard": partial(fsdp2, reshard=False),
-    "FSDP1, no reshard": partial(fsdp1, reshard=False),
     "ours, replay": partial(ours, reshard=True, compiled="replay"),
     "ours, inductor": partial(ours, reshard=True, compiled="inductor"),
     "FSDP2, compiled blocks": partial(fsdp2, reshard=True, compiled=True),

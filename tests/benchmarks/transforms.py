@@ -49,16 +49,6 @@ def summary(found: Verdicts) -> str:
 MEANING = {"✔": "right", "✘": "wrong", "!": "raise", "-": "raise for the unsharded model too"}
 
 
-def errors(found: Verdicts) -> str:
-    """What was raised, each text once, and where."""
-    rows: dict[str, list[str]] = {}
-    for name, verdicts_of_rows in found.items():
-        for (outer, inner), verdict in verdicts_of_rows.items():
-            if sign(verdict) == "!":
-                rows.setdefault(verdict.splitlines()[0][:110], []).append(f"{name}: {outer} of {inner}")
-    return "\n".join(f"{text}\n  {len(where)} times, such as {where[0]}" for text, where in rows.items())
-
-
 def main() -> None:
     given = command_line(__doc__, columns=[""], markdown=False)
     found: dict[str, dict[Row, str]] = {}
@@ -69,7 +59,7 @@ def main() -> None:
         found[FSDP2] = dict(zip(ROWS, nestings_fsdp2.verdicts(ROWS), strict=True))
     print(table(found))
     if not given.markdown:
-        print(f"\n{summary(found)}\n\n{errors(found)}")
+        print(f"\n{summary(found)}")
 
 
 if __name__ == "__main__":

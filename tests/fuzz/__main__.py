@@ -1,6 +1,5 @@
 """python -m tests.fuzz --seeds 0:3000 --ranks batched,sequential,gloo --log fuzz.jsonl    # goes on where it stopped
 python -m tests.fuzz --seed 17 --show      # the program and its model as text
-python -m tests.fuzz --seed 17 --shrink    # the simplest program that is found with that outcome
 
 A program that does not end after --timeout seconds ends this one, with the stacks of all threads; the log has it.
 """
@@ -18,7 +17,7 @@ import torch
 
 from tests.benchmarks.tools import command_line
 from tests.fuzz.programs import draw
-from tests.fuzz.running import Outcome, outcome_of, simplest
+from tests.fuzz.running import Outcome, outcome_of
 
 KINDS = ["batched", "sequential", "gloo"]
 SHOWN = ["right", "refused", "void", "WRONG", "raw", "hang"]
@@ -27,27 +26,15 @@ Job = tuple[int, str]
 
 def main() -> None:
     known: dict[str, Any] = {"seeds": "0:100", "seed": None, "ranks": ",".join(KINDS), "log": None}
-    chosen = command_line(__doc__, **known, timeout=90.0, show=False, shrink=False)
+    chosen = command_line(__doc__, **known, timeout=90.0, show=False)
     torch.set_num_threads(1)
     first, last = map(int, chosen.seeds.split(":"))
     seeds = range(first, last) if chosen.seed is None else [int(chosen.seed)]
     jobs = [(seed, kind) for seed in seeds for kind in chosen.ranks.split(",")]
     if chosen.show:
         sys.stdout.writelines(f"{draw(seed)}\n{draw(seed).model()}\n" for seed in seeds)
-    elif chosen.shrink:
-        sys.stdout.writelines(f"{seed} {kind}: {shrunk(seed, kind)}\n" for seed, kind in jobs)
     else:
         sys.stdout.write(report(run(jobs, chosen.log and Path(chosen.log), chosen.timeout), jobs))
-
-
-def shrunk(seed: int, kind: str) -> str:
-    found = outcome_of(draw(seed), kind)
-
-    def fails(program: Any) -> bool:
-        now = outcome_of(program, kind)
-        return now.kind == found.kind and (found.kind == "WRONG" or now.text[:40] == found.text[:40])
-
-    return f"{found.kind}: {simplest(draw(seed), fails)}\n    {found.text}"
 
 
 def run(jobs: list[Job], log: Path | None, timeout: float) -> dict[Job, Outcome]:

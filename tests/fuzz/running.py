@@ -6,7 +6,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import RankError
-from tests.fuzz.programs import OPTIMIZERS, Program, Whole, sensible
+from tests.fuzz.programs import OPTIMIZERS, Program, Whole
 from tests.fuzz.sides import Rank, Results, Tree, Twin
 from tests.support.ranks import Ranks
 
@@ -149,27 +149,6 @@ def _trained(program: Program, side: Twin, p: Whole, v: Whole, x: Tensor, y: Ten
             group.update(rate(program, i))
         opt.step()
     return {name: t.detach() for name, t in tensors.items()}
-
-
-def simplest(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """The smallest program found, one change after another, for which ``fails`` still holds."""
-    plainest = Program()
-    changes: list[Callable[[Program], Program]] = [
-        lambda p: replace(p, parts=(), frozen=()),
-        *(lambda p, i=i: replace(p, parts=p.parts[:i] + p.parts[i + 1 :], frozen=()) for i in range(6)),
-        *(lambda p, n=n: replace(p, axes=(("shard", n),)) for n in (1, 2, 3)),
-        *(lambda p, n=n: replace(p, **{n: getattr(plainest, n)}) for n in Program.__dataclass_fields__ if n != "seed"),
-        *(lambda p, n=n: replace(p, steps=n) for n in (1, 2)),
-    ]
-    again, tried = True, {program}
-    while again:
-        again = False
-        for change in changes:
-            smaller = sensible(change(program))
-            if smaller not in tried and fails(smaller):
-                program, again = smaller, True
-            tried.add(smaller)
-    return program
 
 
 @dataclass(frozen=True)
