@@ -172,7 +172,7 @@ def outcome_of(program: Program, kind: str, wrapped: Any = None, timeout: float 
         try:
             rows = ranks.run(on_ranks, program, wrapped)
         except Exception as error:
-            return of_error(error)
+            return of_error(error, kind)
     different = [text for rank, row in enumerate(rows) for text in differences(program, rank, row, expected)]
     return Outcome("WRONG", "; ".join(different[:4])) if different else Outcome("right")
 
@@ -182,7 +182,8 @@ def _of_twin(program: Program) -> dict[str, Any]:
     return of_twin(program)
 
 
-def of_error(error: Exception) -> Outcome:
+def of_error(error: Exception, kind: str) -> Outcome:
+    """Batched ranks are refused by torch's vmap too."""
     text = str(error.__cause__) if isinstance(error.__cause__, RankError) else ""
     if isinstance(error, RankError):
         return Outcome("hang" if "no answer" in str(error) else "raw", str(error))
@@ -190,8 +191,9 @@ def of_error(error: Exception) -> Outcome:
     files = re.findall(r'^ *File "([^"]+)", line', text, re.M) or here
     if isinstance(error, AssertionError) and "model was changed" in str(error):
         return Outcome("WRONG", str(error))
-    ours = files[-1].startswith(PACKAGE) and type(error) in OURS
-    return Outcome("refused" if ours else "raw", _line(error))
+    by_vmap = kind == "batched" and re.search("vmap|functorch", str(error))
+    refused = by_vmap or (files[-1].startswith(PACKAGE) and type(error) in OURS)
+    return Outcome("refused" if refused else "raw", _line(error))
 
 
 def _line(error: Exception) -> str:

@@ -81,7 +81,7 @@ class Outcome:
     ranks: Ranks
     difference: float = float("nan")
     error: str = ""
-    by_name: bool = False  # the error was raised by this library
+    by_name: bool = False  # the error was raised by this library, or by torch on batched ranks
 
     def as_expected(self, referee: Referee) -> bool:
         """Whether it is that of the unsharded program, or the refusal that the referee names."""
@@ -132,7 +132,7 @@ def attempt(mesh: fs.Mesh, program: Callable[[Any], dict[str, Any]]) -> dict[str
     except Exception as error:
         if OUT_OF_STEP in str(error):
             raise  # these processes are of no use any more, and are ended
-        return _refusal(error, _raised_by_this_library(error))
+        return _refusal(error, mesh.kind == "batched" or _raised_by_this_library(error))
 
 
 def _refusal(error: Exception, by_name: bool) -> dict[str, Any]:
