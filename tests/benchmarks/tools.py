@@ -23,12 +23,6 @@ def command_line(doc: str | None, **defaults: Any) -> Namespace:
     return parser.parse_args()
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return 1e3 * (time.perf_counter() - start)
-
-
 def now_on_all_ranks() -> float:
     """Seconds, once all ranks are here: of the slowest one."""
     dist.barrier()

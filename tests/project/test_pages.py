@@ -219,11 +219,3 @@ def test_functions_of_a_tutorial_are_those_of_its_example(page: Path) -> None:
     common = ours.keys() & theirs.keys()
     assert len(common) >= 4
     assert {name: ours[name] for name in common} == {name: theirs[name] for name in common}
-
-
-@every_page
-def test_links_of_a_notebook_lead_to_a_file(page: Path) -> None:
-    prose = "\n".join("".join(cell["source"]) for cell in stored(page)["cells"] if cell["cell_type"] == "markdown")
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", prose)
-    assert targets
-    assert [target for target in targets if not (NOTEBOOKS.NOTEBOOKS / target).exists()] == []
