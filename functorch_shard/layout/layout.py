@@ -221,15 +221,14 @@ def merged(layout: Layout, others: Sequence[Layout]) -> Layout:
     if (parts := tuple(others)) in layout.derived:
         return layout.derived[parts]
     layouts = [layout, *parts]
-    said = [{name: getattr(layout, name) for name in _OPTIONS} | _precisions(layout) for layout in layouts]
-    problems = [
-        f"{what}: {said[0][what]!r} in the first tree, {value!r} in another"
-        for other in said[1:]
-        for what, value in other.items()
-        if said[0].get(what, value) != value
-    ]
+    alike = {replace(each, units=(), aliases=()) for each in layouts}
+    precisions = {(unit.name, unit.precision) for each in layouts for unit in each.units}
+    if len(alike) > 1 or len(precisions) > len({name for name, _ in precisions}):
+        raise ValueError(
+            "gather: the trees were planned for other ranks or with other options. Pass parts of one tree."
+        )
     counts = Counter(name for layout in layouts for name in layout.slots)
-    problems += [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
+    problems = [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
     reject("gather", problems, "Pass each part that partition() made of one tree once.")
     units: dict[str, Unit] = {}
     for unit in (unit for layout in layouts for unit in layout.units):
@@ -244,10 +243,6 @@ def merged(layout: Layout, others: Sequence[Layout]) -> Layout:
 _OPTIONS = "axes", "shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward", "virtual_ranks"
 
 
-def _precisions(layout: Layout) -> dict[str, MixedPrecision]:
-    return {f"precision of unit {unit.name!r}": unit.precision for unit in layout.units}
-
-
 def _ties(layout: Layout) -> list[str]:
     return [f"tied: {alias} = {name}" for alias, name in layout.aliases]
 
@@ -256,7 +251,7 @@ def lines_of(layout: Layout) -> Iterator[str]:
     """The layout as text, for comparison: the options, every parameter, every buffer, every tie."""
     yield from (f"{name}: {getattr(layout, name)!r}" for name in _OPTIONS)
     yield from places_of(layout)
-    yield from (f"{what}: {precision!r}" for what, precision in _precisions(layout).items())
+    yield from (f"precision of unit {unit.name!r}: {unit.precision!r}" for unit in layout.units)
     yield from _ties(layout)
 
 

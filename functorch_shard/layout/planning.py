@@ -136,12 +136,9 @@ def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]
     """Every parameter of ``source`` by name, under all its names."""
     if isinstance(source, nn.Module):
         return dict(nn.Module.named_parameters(source, remove_duplicate=False))  # not torchrl's own
-    if isinstance(source, Sharded):
-        raise TypeError("source: got a Sharded, expected whole parameters: an nn.Module or a mapping name -> tensor")
-    if isinstance(source, Mapping) and all(isinstance(name, str) for name in source):
+    if isinstance(source, Mapping) and not isinstance(source, Sharded):
         return dict(source)
-    got = "keys that are not strings" if isinstance(source, Mapping) else type(source).__name__
-    raise TypeError(f"source: got {got}, expected an nn.Module or a mapping name -> tensor")
+    raise TypeError(f"source: got {type(source).__name__}, expected an nn.Module or a mapping name -> tensor")
 
 
 def _plan(
@@ -154,7 +151,7 @@ def _plan(
     replicate_axis: str | None,
 ) -> Layout:
     """``empty`` with the units of ``source``."""
-    every = named_tensors(source)
+    every, ignored = named_tensors(source), tuple(ignored)
     module = source if isinstance(source, nn.Module) else None
     problems = [*_source_problems(every, empty, ignored), *_option_problems(empty, replicate_axis)]
     reject("plan", problems, "Nothing was planned.")
@@ -165,8 +162,7 @@ def _plan(
     if units == "auto" and (precision is None or isinstance(precision, MixedPrecision)):  # others name the units
         unit_of = merge_small(tensors, unit_of)
     label_of = _labels(tensors, labels)
-    ignored = {*ignored}
-    whole = {aliases.get(name, name) for name in every if not ignored.isdisjoint(prefixes_of(name))}
+    whole = {aliases.get(name, name) for name in every if not {*ignored}.isdisjoint(prefixes_of(name))}
     groups: dict[_Kind, list[Slot]] = {}
     for index, (name, x) in enumerate(tensors.items()):
         trainable = (x.is_floating_point() or x.is_complex()) and (x.requires_grad or not _is_parameter(x))
@@ -175,8 +171,6 @@ def _plan(
         groups.setdefault(kind, []).append(slot)
     policy_of = precision if callable(precision) else lambda _: precision
     policies = {name: policy_of(name) or MixedPrecision() for name in {kind.unit: None for kind in groups}}
-    if odd := [policy for policy in policies.values() if not isinstance(policy, MixedPrecision)]:
-        raise TypeError(f"plan: precision: got {type(odd[0]).__name__}, expected a MixedPrecision or unit -> one")
     return replace(empty, units=_units(groups, empty, policies), aliases=tuple(sorted(aliases.items())))
 
 
@@ -244,10 +238,7 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
     return {name: label_of.get(name, "") for name in tensors}
 
 
-def _source_problems(tensors: Mapping[str, Tensor], layout: Layout, ignored: Sequence[str] | Set[str]) -> Iterator[str]:
-    names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
-    if isinstance(ignored, str) or not names:  # an iterator could be read only once
-        raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
+def _source_problems(tensors: Mapping[str, Tensor], layout: Layout, ignored: Sequence[str]) -> Iterator[str]:
     yield from source_problems(tensors)
     if any(form_of(x) for x in tensors.values()):
         from ..tensor_parallel.forms import unfit

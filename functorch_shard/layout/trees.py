@@ -43,8 +43,6 @@ class Sharded(Mapping[str, Any]):
         self.layout = layout
 
     def __getitem__(self, key: str) -> Any:
-        if key not in self._shards:
-            raise KeyError(_not_a_buffer(key, self))
         return self._shards[key]
 
     def __contains__(self, key: object) -> bool:
@@ -147,11 +145,6 @@ def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
     return {slot.name: part.view((*batch, *slot.shape)) for slot, part in pairs}
 
 
-def _not_a_buffer(key: str, tree: Sharded) -> str:
-    whole = f"; the whole parameter: fs.gather(params, lazy=False)[{key!r}]" if key in tree.layout.slots else ""
-    return f"{key!r}: the keys of a Sharded are buffers, {', '.join(map(repr, [*tree][:5]))}{whole}"
-
-
 def _describe(kind: str, leaves: Mapping[str, Any], what: str, layout: Layout) -> str:
     rows = [
         (key, str(tuple(x.shape)), dtype_name(x.dtype)) if isinstance(x, Tensor) else (key, type(x).__name__, "")
@@ -210,27 +203,24 @@ def check_shards(verb: str, shards: Mapping[str, Any], layout: Layout, *, gradie
         shape, dtype = (*ranks, buffer.shard_numel), grad_dtype(x, buffer.dtype) if gradients else buffer.dtype
         if isinstance(x, Tensor) and x.shape == shape and x.dtype == dtype and x.layout is torch.strided:
             continue
-        arithmetic = f" ({buffer.numel} elements / {buffer.num_shards} shards)" if buffer.num_shards > 1 else ""
-        problems += misfit(key, x, shape, dtype, arithmetic)
-    if not problems:
-        return
-    expected = "with rank dims (outside spmd)" if ranks else "of one rank"
-    advice = (
-        f"Expected the shards {expected} of {layout!r}. Make the tree with shard(), from a layout of this mesh; a tree "
-        "that was unpickled has a mesh of its own: move it with tree.on(mesh)."
-    )
-    reject(verb, problems, advice)
+        problems += misfit(key, x, shape, dtype)
+    reject(verb, problems, _SHARDS)
 
 
-def misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, arithmetic: str = "") -> list[str]:
+_SHARDS = (
+    "Make the tree with shard(), from a layout of this mesh; outside of spmd it has rank dims. A tree that was "
+    "unpickled has a mesh of its own: move it with tree.on(mesh)."
+)
+
+
+def misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
     """The problem of what is not a dense tensor of this shape and dtype."""
     if not isinstance(x, Tensor):
-        return [f"{name!r}: got {type(x).__name__}, expected a tensor of shape {shape}, {dtype}{arithmetic}"]
-    if x.layout is not torch.strided:
-        return [f"{name!r}: got layout {x.layout}, expected a dense tensor (.to_dense()) of shape {shape}, {dtype}"]
-    if tuple(x.shape) == shape and x.dtype == dtype:
+        return [f"{name!r}: got {type(x).__name__}, expected a tensor of shape {shape}, {dtype}"]
+    if tuple(x.shape) == shape and x.dtype == dtype and x.layout is torch.strided:
         return []
-    return [f"{name!r}: got shape {tuple(x.shape)}, {x.dtype}, expected {shape}, {dtype}{arithmetic}"]
+    layout = "" if x.layout is torch.strided else f", {x.layout}"
+    return [f"{name!r}: got shape {tuple(x.shape)}, {x.dtype}{layout}, expected {shape}, {dtype}"]
 
 
 def grad_dtype(grad: Any, stored: torch.dtype) -> torch.dtype:

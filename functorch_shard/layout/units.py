@@ -40,12 +40,8 @@ def prefixes_of(name: str) -> list[str]:
 
 def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units) -> dict[str, str]:
     """The unit of every parameter name; :data:`ROOT` for parameters outside of any (chosen) module."""
-    if isinstance(units, str):
-        if units not in ("auto", "blocks"):
-            raise ValueError(f"plan: units: got {units!r}, expected 'auto' or 'blocks', if it is a string")
+    if units in ("auto", "blocks"):
         return _by_stack(tensors, _stack_entries(tensors, module))
-    if isinstance(units, bool) or (isinstance(units, int) and units < 1):
-        raise ValueError(f"plan: units: got {units!r}, expected a positive number of bytes")
     if isinstance(units, int):
         return _by_bytes(tensors, units)
     classes: Any = units if isinstance(units, tuple) else (units,)
@@ -53,11 +49,9 @@ def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units
         return _by_module(tensors, module, lambda _, child: isinstance(child, classes))
     if callable(units):
         return _by_module(tensors, module, units)  # pyright: ignore[reportArgumentType]
-    lists: Any = units if isinstance(units, Sequence) else [units]
-    if any(isinstance(group, str) or not isinstance(group, Sequence) for group in lists):
-        known = (
-            "'auto', 'blocks', bytes, module classes, a callable, or lists of names, for example [['embed', 'head']]"
-        )
+    lists: Any = units
+    if not isinstance(units, Sequence) or any(isinstance(group, (str, type)) for group in lists):
+        known = "'auto', 'blocks', bytes, module classes, a callable, or lists of names"
         raise TypeError(f"plan: units: got {units!r}, expected {known}")
     return _by_names(tensors, lists)
 
@@ -93,23 +87,12 @@ def _by_bytes(tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
 
 
 def _by_names(tensors: Iterable[str], groups: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Units by lists of names of parameters or modules; the rest is one more unit, the root."""
-    names, problems = list(tensors), []
-    inside: dict[str, list[str]] = {prefix: [] for group in groups for prefix in group}
-    for name in names:
-        for prefix in {*prefixes_of(name)} & inside.keys():
-            inside[prefix].append(name)
-    units: dict[str, str] = {}
-    for group in groups:
-        for prefix in group:
-            hits = inside[prefix]
-            problems += [] if hits else [f"{prefix!r}: no parameter or module of that name"]
-            problems += [
-                f"{name!r}: listed twice, in {units[name]!r} and {group[0]!r}" for name in hits if name in units
-            ]
-            units.update(dict.fromkeys(hits, group[0]))
-    reject("plan: units", problems, "List every name of named_parameters() at most once.")
-    return {name: units.get(name, ROOT) for name in names}
+    """Units by lists of names of parameters or modules, the innermost first; the rest is one more unit, the root."""
+    names, unit_of = list(tensors), {prefix: group[0] for group in groups for prefix in group}
+    known = {prefix for name in names for prefix in prefixes_of(name)}
+    problems = [f"{prefix!r}: no parameter or module of that name" for prefix in unit_of if prefix not in known]
+    reject("plan: units", problems, "List names of named_parameters() or of modules.")
+    return _innermost(names, unit_of)
 
 
 def _by_module(
@@ -118,9 +101,14 @@ def _by_module(
     """Units by the innermost chosen module, as with nested ``fully_shard`` calls; the rest is in the root."""
     if module is None:
         raise TypeError("plan: units: classes and callables need an nn.Module as source; got a mapping of tensors")
-    names = {name for name, child in module.named_modules(remove_duplicate=False) if chosen(name, child)}
-    reject("plan: units", [] if names else ["no module was chosen"], "Name a class that the model has, or use 'auto'.")
-    return {name: next((x for x in reversed(prefixes_of(name)) if x in names), "") or ROOT for name in tensors}
+    modules = module.named_modules(remove_duplicate=False)
+    unit_of = {name: name or ROOT for name, child in modules if chosen(name, child)}
+    reject("plan: units", [] if unit_of else ["no module was chosen"], "Name a class that the model has.")
+    return _innermost(tensors, unit_of)
+
+
+def _innermost(names: Iterable[str], unit_of: Mapping[str, str]) -> dict[str, str]:
+    return {name: next((unit_of[x] for x in reversed(prefixes_of(name)) if x in unit_of), ROOT) for name in names}
 
 
 def _stack_entries(tensors: Mapping[str, Tensor], module: nn.Module | None) -> set[str]:

@@ -17,6 +17,10 @@ from .buffers import DTensorForm, Slot
 from .layout import Layout, rank_dims
 from .trees import grad_dtype, misfit
 
+_GRADS = (
+    "Pass the gradient of every trainable parameter of the layout, outside of spmd with rank dims; None means zeros. "
+    "To slice whole values, use shard()."
+)
 _OTHER_MODEL = "Pass the model that the layout was planned from, or plan a layout for this one."
 
 
@@ -90,10 +94,7 @@ def check_grads(grads: Mapping[str, Any], layout: Layout) -> None:
             shape = (*ranks, *(form.shape if form else slot.shape))  # placements may differ: they are redistributed
             unfit = _misform(name, grad, slot, any_placements=True)
             problems += unfit or misfit(name, grad, shape, grad_dtype(grad, slot.dtype))
-    advice = "Pass the gradient of every trainable parameter of the layout; None means zeros."
-    if ranks:
-        advice = f"{advice} Outside spmd they carry leading rank dims; to slice whole values, use shard()."
-    reject("scatter_grads", problems, advice)
+    reject("scatter_grads", problems, _GRADS)
 
 
 def _misform(name: str, x: Any, slot: Slot, any_placements: bool = False) -> list[str]:

@@ -95,7 +95,7 @@ def test_a_sparse_gradient_of_a_gathered_parameter_is_an_error(mesh: fs.Mesh, la
     assert "reshape is not implemented for sparse tensors" in refused(mesh.spmd(fs.grad(of_rows)), params)
     grads = {"rows": torch.eye(9, 3).to_sparse(), "scale": torch.ones(3)}
     layout = fs.plan(values, fs.init_mesh())
-    assert "'rows': got layout torch.sparse_coo, expected a dense" in refused(fs.scatter_grads, grads, layout)
+    assert "torch.sparse_coo, expected" in refused(fs.scatter_grads, grads, layout)
 
 
 TIED: dict[str, tuple[Any, str]] = {

@@ -106,8 +106,7 @@ def test_parts_of_different_plans_do_not_go_together() -> None:
     trainable, _ = fs.partition(fs.shard(model, fs.plan(model, mesh)))
     _, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh, reduction="sum", align_bytes=0)))
     text = refused(fs.gather, trainable, frozen)
-    assert "reduction: 'mean' in the first tree, 'sum' in another" in text
-    assert "align_bytes: 16 in the first tree, 0 in another" in text
+    assert "gather: the trees were planned for other ranks or with other options" in text
 
 
 def test_a_mesh_axis_that_nothing_reduces_over_is_refused() -> None:
@@ -142,7 +141,7 @@ def test_gather_lists_missing_extra_and_mistyped_buffers() -> None:
     assert text.startswith("ValueError: gather: 3 problems")
     assert "'2': missing" in text
     assert "'3': not in the layout" in text
-    assert "'0': got shape (2, 21), torch.float64, expected (2, 21), torch.float32 (42 elements / 2 shards)" in text
+    assert "'0': got shape (2, 21), torch.float64, expected (2, 21), torch.float32" in text
     assert "'0': got NoneType" in refused(fs.gather, fs.Sharded({"0": None, "2": params["2"]}, layout))
 
 
