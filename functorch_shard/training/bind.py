@@ -204,12 +204,8 @@ def apply(
     """
     copies = {id(x): writable_copy(x) for x in buffers.values()}
     bound = bind(model, params, {name: copies[id(x)] for name, x in buffers.items()})
-    before = dict(bound.named_buffers())
-    output = bound(*args, **kwargs)
+    before, output = dict(bound.named_buffers()), bound(*args, **kwargs)
     after = dict(bound.named_buffers())
-    reject(
-        "apply",
-        [f"{name!r}: added, removed, or no longer tied" for name in sorted(before.keys() ^ after.keys())],
-        "A model may change the values of its buffers while it runs, but not which buffers it has.",
-    )
+    odd = [f"{name!r}: added, removed, or no longer tied" for name in sorted(before.keys() ^ after.keys())]
+    reject("apply", odd, "A model may change the values of its buffers while it runs, but not which buffers it has.")
     return output, {name: x.clone() for name, x in after.items()}  # recomputation in backward writes to the bound ones

@@ -30,12 +30,9 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class LossScale(Static):
-    """A loss scale: made by :meth:`dynamic`, :meth:`static` or :meth:`none`. It holds options, and no state.
+    """A loss scale: made by :meth:`dynamic` or :meth:`static`. It holds options, and no state.
 
-    All three have states of one form, ``{"scale": float32, "good_steps": int32}``, so that one step function works with
-    each:
-
-    ``grads, finite = scaling.unscale(fs.grad(lambda p: scaling.scale(loss_fn(p), s))(params), s)``, then
+    A step is: ``grads, finite = scaling.unscale(fs.grad(lambda p: scaling.scale(loss_fn(p), s))(params), s)``, then
     ``params, state = scaling.select(finite, opt.step(params, grads=grads, state=state), (params, state))``, then
     ``s = scaling.update(s, finite)``.
 
@@ -56,7 +53,6 @@ class LossScale(Static):
     backoff: float = 1.0
     interval: int = 1
     floor: float = 0.0
-    skips: bool = True
 
     @staticmethod
     def dynamic(
@@ -93,11 +89,6 @@ class LossScale(Static):
             raise ValueError(f"LossScale: got {value}, expected a positive number that float32 can hold")
         return LossScale(value)
 
-    @staticmethod
-    def none() -> LossScale:
-        """Make a scale that does nothing: losses and gradients are unchanged, no step is checked or skipped."""
-        return LossScale(1.0, skips=False)
-
     def init(self, params: Sharded) -> State:
         """Return the state before the first step.
 
@@ -118,8 +109,7 @@ class LossScale(Static):
         The gradient with respect to a float16 loss is the scale itself, and 65536 is infinite in float16: compute the
         loss from ``logits.float()``, otherwise a dynamic scale skips its first step.
         """
-        wider = torch.promote_types(loss.dtype, torch.float32)
-        return loss.to(wider) * state["scale"] if self.skips else loss
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state["scale"]
 
     def unscale(self, grads: Sharded, state: State) -> tuple[Sharded, Tensor]:
         """Divide ``grads`` by the scale; also return whether all of them were finite, on all ranks.
@@ -140,8 +130,6 @@ class LossScale(Static):
             One all-reduce of a number per axis, and a copy of the gradients.
         """
         check_sharded("LossScale.unscale: grads", grads)
-        if not self.skips:
-            return grads, torch.ones(rank_dims(grads.layout), dtype=torch.bool, device=grads.layout.mesh.device)
         check_shards("LossScale.unscale: grads", grads, grads.layout, gradients=True)
         if not grads.layout.mesh.in_spmd:
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
@@ -151,8 +139,6 @@ class LossScale(Static):
 
     def update(self, state: State, finite: Tensor) -> State:
         """Return the state for the next step, inside ``spmd`` or outside, by the rule of ``torch.amp.GradScaler``."""
-        if not self.skips:
-            return state
         scale, good = state["scale"], (state["good_steps"] + 1) * finite
         ripe = good >= self.interval
         grown = (scale.double() * self.growth).float()
@@ -181,8 +167,6 @@ class LossScale(Static):
         Cost:
             No collectives; memory for the result.
         """
-        if not self.skips:
-            return new
         trees: Any = (new, old)
         there = cache(finite.to)
         chosen: Any = optree.tree_map(lambda a, b: _choose(there, a, b), *trees, none_is_leaf=True)

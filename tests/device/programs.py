@@ -83,22 +83,22 @@ def train(
     model, params, x = stack(mesh, precision=precision, **options)
     x = x if dtype is None else x.to(dtype)
     params = fs.offload(params, offload) if offload else params
-    opt, scaling = fs.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-3), scaling or fs.LossScale.none()
+    opt = fs.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-3)
     loss = partial(loss_of, model)
     loss = fs.remat(loss) if remat else loss
 
     def step(params: fs.Sharded, state: Any, scale: Any, x: Tensor, lr: float | None) -> Any:
-        grads, value = fs.grad_and_value(lambda p: scaling.scale(loss(p, x), scale))(params)
-        grads, finite = scaling.unscale(grads, scale)
+        grads, value = fs.grad_and_value(lambda p: scaling.scale(loss(p, x), scale) if scaling else loss(p, x))(params)
+        grads, finite = scaling.unscale(grads, scale) if scaling else (grads, torch.tensor(True))
         grads, norm = fs.clip_by_global_norm(grads, 0.5)
         rate: dict[str, Any] = {} if lr is None else {"lr": 0.5 * lr}  # computed: what is fused reads no value
         new = opt.step(params, grads=grads, state=state, donate=donate, **rate)
-        params, state = new if donate else scaling.select(finite, new, (params, state))
-        return params, state, scaling.update(scale, finite), value, norm
+        params, state = scaling.select(finite, new, (params, state)) if scaling and not donate else new
+        return params, state, scaling.update(scale, finite) if scaling else None, value, norm
 
     run = mesh.spmd(step)
     run = fs.compile(run, backend=backend) if backend else run
-    state, scale, losses = opt.init(params), scaling.init(params), []
+    state, scale, losses = opt.init(params), scaling and scaling.init(params), []
     for i in range(3):
         with around() if i else nullcontext():
             params, state, scale, value, norm = run(params, state, scale, x, lr and lr / (i + 1))

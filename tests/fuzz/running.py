@@ -63,7 +63,7 @@ def on_ranks(mesh: fs.Mesh, program: Program, wrapped: Callable[[fs.Mesh], fs.Me
     if program.meta:
         model.to("meta")
     opt = fs.optimizer(optimizer_of(program)[0], **optimizer_of(program)[1])
-    scaling = fs.LossScale.dynamic(initial=SCALE, interval=2) if program.scale else fs.LossScale.none()
+    scaling = fs.LossScale.dynamic(initial=SCALE, interval=2)
 
     def derivative(p: Tree, data: Any, s: Any) -> Results:
         rest, v, delta, x, y = data
@@ -80,13 +80,15 @@ def on_ranks(mesh: fs.Mesh, program: Program, wrapped: Callable[[fs.Mesh], fs.Me
         return total
 
     def update(p: Tree, state: Any, s: Any, grads: Tree, i: int) -> Any:
-        grads, finite = scaling.unscale(grads, s)
+        finite = torch.tensor(True)
+        if program.scale:
+            grads, finite = scaling.unscale(grads, s)
         if program.clip:
             grads, _ = fs.clip_by_global_norm(grads, MAX_NORM)
         new = opt.step(p, grads=grads, state=state, donate=program.donate, **rate(program, i))
-        if not program.donate:  # what was donated is no more
+        if program.scale and not program.donate:  # what was donated is no more
             new = scaling.select(finite, new, (p, state))
-        return (*new, scaling.update(s, finite))
+        return (*new, scaling.update(s, finite) if program.scale else s)
 
     def train(p: Tree, state: Any, data: Any, s: Any) -> Any:
         for i in range(program.steps):

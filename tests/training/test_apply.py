@@ -219,37 +219,15 @@ def test_buffers_that_are_assigned_written_tied_or_kept_come_back_as_they_are_af
         assert torch.equal(bits(phase), bits(buffers["phase"]))
 
 
-class Rebellious(nn.Module):
-    """Changes which buffers there are while it runs."""
+def test_a_model_that_changes_which_buffers_it_has_is_refused() -> None:
+    class Forgetful(Stateful):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last, self.inner.shared = None, x  # type: ignore[assignment]
+            return x
 
-    def __init__(self, change: Callable[[Any], object]) -> None:
-        super().__init__()
-        kept = torch.zeros(2)
-        self.register_buffer("kept", kept)
-        self.register_buffer("none", None)
-        self.twin, self.change = nn.Module(), change
-        self.twin.register_buffer("kept", kept)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.change(self)
-        return x
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (lambda m: m.register_buffer("cache", torch.ones(1)), "cache"),
-        (lambda m: setattr(m, "none", torch.ones(1)), "none"),
-        (lambda m: setattr(m, "kept", None), "kept"),
-        (lambda m: setattr(m, "kept", torch.ones(2)), "twin.kept"),
-    ],
-)
-def test_a_model_that_changes_which_buffers_it_has_is_refused_and_left_as_it_was(change: Any, name: str) -> None:
-    model = Rebellious(change)
-    with untouched(model):
-        text = refused(fs.apply, model, {}, dict(model.named_buffers()), torch.ones(2))
-    assert f"{name!r}: added, removed, or no longer tied" in text
-    assert (model.none, model.twin.kept is model.kept) == (None, True)
+    model = Forgetful()
+    text = refused(fs.apply, model, {}, dict(model.named_buffers()), torch.ones(2))
+    assert "2 problems\n  'last': added, removed, or no longer tied\n  'other.shared': added" in text
 
 
 def test_a_cumulative_average_is_right_on_sequential_ranks_and_refused_by_batched_ones() -> None:
@@ -258,6 +236,6 @@ def test_a_cumulative_average_is_right_on_sequential_ranks_and_refused_by_batche
     apply = lambda x: fs.apply(model, params, buffers, x)[1]  # noqa: E731
     expected = stacked([plain(model, row)[1] for row in x])
     assert_trees_close(fs.simulated_mesh(2, kind="sequential").spmd(apply)(x), expected, rtol=0, atol=0)
-    assert "kind='sequential'" in refused(fs.simulated_mesh(2).spmd(apply), x)
+    assert "vmap" in refused(fs.simulated_mesh(2).spmd(apply), x)
     model.eval()
     assert fs.simulated_mesh(2).spmd(apply)(x)["4.num_batches_tracked"].tolist() == [0, 0]
