@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from .reader import Reader
 from .staging import StagingDirectory, local_path, sync
 
 StrPath = str | os.PathLike[str]
-INDEX, SINGLE, MAX_SHARD_SIZE = "model.safetensors.index.json", "model.safetensors", 5 * 10**9  # Hugging Face's
 _IMPORT, _EXPORT = "import_safetensors", "export_safetensors"
 
 
@@ -74,18 +71,16 @@ def import_safetensors(path: StrPath, layout: Layout) -> Sharded:
         return load_into(_IMPORT, Sharded(like, layout), lambda: _opened(path, layout, opened), advice=advice)
 
 
-def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-    """Write whole parameters to safetensors files, as Hugging Face's ``save_pretrained`` does.
+def export_safetensors(path: StrPath, params: Sharded) -> None:
+    """Write whole parameters to a safetensors file, as Hugging Face's ``save_pretrained`` does.
 
     Parameters are gathered buffer by buffer, and rank 0 writes. The directory becomes visible when it is complete and
     synced to the disk, or never. Needs ``pip install functorch_shard[safetensors]``.
 
     Args:
-        path: of the new directory. It gets ``model.safetensors``; or, if that were larger than
-            ``max_shard_size``, ``model-00001-of-0000N.safetensors`` and so on, and ``model.safetensors.index.json``.
-        params: parameters, or any ``Sharded`` of their shape, for example averages; stacked on simulated ranks.
-        max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own. Tied parameters are written
-            under each of their names.
+        path: of the new directory, which gets ``model.safetensors``.
+        params: parameters, or any ``Sharded`` of their shape, for example averages; stacked on simulated ranks. Tied
+            parameters are written under each of their names.
 
     Raises:
         FileExistsError: ``path`` exists, or another process is writing it.
@@ -97,7 +92,7 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
 
     Cost:
         One all-gather per sharded buffer, in the stored dtype, and one of 32 bytes per axis. Memory on every rank: one
-        buffer; on rank 0 also one file.
+        buffer; on the host of rank 0 also all parameters.
 
     Example:
         >>> import os
@@ -105,9 +100,9 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
         >>> values = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
         >>> params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
         >>> with TemporaryDirectory() as folder:
-        ...     export_safetensors(f"{folder}/model", params, max_shard_size=24)
-        ...     sorted(os.listdir(f"{folder}/model"))[0]
-        'model-00001-of-00002.safetensors'
+        ...     export_safetensors(f"{folder}/model", params)
+        ...     os.listdir(f"{folder}/model")
+        ['model.safetensors']
     """
     check_sharded(_EXPORT, params)
     layout, mesh = params.layout, params.layout.mesh
@@ -117,45 +112,25 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
 
     def write() -> None:
         check_shards(_EXPORT, params, layout)
-        leaves = leaves_of(params)
-        named = [(name, slot) for leaf in leaves for slot, names in leaf.parameters() for name in names if slot]
-        sizes = {name: slot.numel * slot.dtype.itemsize for name, slot in named}
-        tensors = ((name, x) for leaf in leaves for names, x in leaf.wholes() for name in names)
-        try:
-            if mesh.rank == 0:
-                write_files(local_path(f"{_EXPORT}: path", path), sizes, max_shard_size, tensors)
-        finally:
-            for _ in tensors:  # all ranks gather to the end, and then raise
-                pass
+        whole = dict[str, Tensor]()
+        for names, x in (found for leaf in leaves_of(params) for found in leaf.wholes()):  # on all ranks
+            whole |= {name: x.detach().to("cpu", copy=True) for name in names if mesh.rank == 0}
+        if mesh.rank == 0:
+            write_file(local_path(f"{_EXPORT}: path", path), whole)
 
     mesh.agree(_EXPORT, write, lambda _: [])
 
 
-def write_files(
-    target: Path, sizes: Mapping[str, int], max_shard_size: int, tensors: Iterator[tuple[str, Tensor]]
-) -> None:
-    """Write tensors in the order of their ``sizes`` in bytes, file by file, to a directory that appears at the end."""
+def write_file(target: Path, tensors: dict[str, Tensor]) -> None:
+    """Write tensors to a file in a directory that appears when it is complete."""
     from safetensors.torch import save_file
 
-    groups, free = [list[str]()], max_shard_size
-    for name, size in sizes.items():
-        if groups[-1] and size > free:
-            groups, free = [*groups, []], max_shard_size
-        groups[-1].append(name)
-        free -= size
-    count, index, staging = len(groups), dict[str, str](), StagingDirectory(target)
+    staging = StagingDirectory(target)
     staging.open()
     try:
-        for i, group in enumerate(groups, 1):
-            file = SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors"
-            of_file = islice(tensors, len(group))
-            whole = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in of_file}
-            save_file(whole, staging.folder / file, {"format": "pt"})
-            sync(staging.folder / file)
-            index.update(dict.fromkeys(group, file))
-        if count > 1:
-            text = json.dumps({"metadata": {}, "weight_map": dict(sorted(index.items()))}, indent=2)
-            (staging.folder / INDEX).write_text(f"{text}\n", encoding="utf-8")
+        file = staging.folder / "model.safetensors"
+        save_file(tensors, file, {"format": "pt"})
+        sync(file)
         staging.publish()
     finally:
         staging.abandon()
@@ -179,8 +154,6 @@ def _opened(path: StrPath, layout: Layout, opened: ExitStack) -> Reader:
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
     for file in files:
         try:
-            if not file.is_file():  # opening a pipe would wait for its writer
-                raise OSError("not a regular file" if file.exists() else "no such file")
             handle = opened.enter_context(safe_open(file, framework="pt"))
         except Exception as error:  # the library's own class is not an OSError
             problems.append(f"{file}: {error}")

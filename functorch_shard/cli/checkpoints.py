@@ -8,7 +8,7 @@ from reprlib import Repr
 from ..checkpoint import digests
 from ..checkpoint.format import NotPlainError
 from ..checkpoint.reader import Reader
-from ..checkpoint.safetensors import MAX_SHARD_SIZE, write_files
+from ..checkpoint.safetensors import write_file
 from ..checkpoint.staging import local_path
 from ..errors import reject, shown, table
 
@@ -53,13 +53,11 @@ def digest(reader: Reader, leaves: bool) -> str:
     return "\n".join(f"{found}  {shown(name)}" for name, found in sorted(digests.digests(reader.folder).items()))
 
 
-def consolidate(reader: Reader, path: Path, prefix: str, max_shard_size: int | None) -> str:
-    """Write the tensors whose names start with ``prefix``, without it, one file at a time."""
-    sizes = {name: x.nbytes for name, x in reader.entries.items() if name.startswith(prefix) and x.dtype}
+def consolidate(reader: Reader, path: Path, prefix: str) -> str:
+    """Write the tensors whose names start with ``prefix``, without it, to one file."""
+    tensors = {name[len(prefix) :]: name for name, x in reader.entries.items() if name.startswith(prefix) and x.dtype}
     beginnings = sorted({name.split(".")[0] for name in reader.entries})
     nothing = [f"no tensor begins with {prefix!r}; names begin with {', '.join(map(shown, beginnings))}"]
-    reject("consolidate", [] if sizes else nothing, "Pass --prefix, for example --prefix ema. for averages.")
-    tensors = ((name[len(prefix) :], reader.whole(name)) for name in sizes)
-    shorter = {name[len(prefix) :]: nbytes for name, nbytes in sizes.items()}
-    write_files(local_path("consolidate: path", path), shorter, max_shard_size or MAX_SHARD_SIZE, tensors)
-    return f"{path}: {len(sizes)} tensors"
+    reject("consolidate", [] if tensors else nothing, "Pass --prefix, for example --prefix ema. for averages.")
+    write_file(local_path("consolidate: path", path), {short: reader.whole(name) for short, name in tensors.items()})
+    return f"{path}: {len(tensors)} tensors"

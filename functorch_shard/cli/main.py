@@ -4,7 +4,7 @@ python -m functorch_shard plan PACKAGE.MODULE:BUILD --ranks 8,64,512    # memory
 python -m functorch_shard inspect CKPT            # names, shapes, dtypes, bytes, and plain values such as the step
 python -m functorch_shard verify CKPT             # read every byte; with a problem the exit status is 1
 python -m functorch_shard digest CKPT             # one SHA-256 of all values, for any layout and number of ranks
-python -m functorch_shard consolidate CKPT OUT    # the model as safetensors files
+python -m functorch_shard consolidate CKPT OUT    # the model as a safetensors file
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ def parser() -> argparse.ArgumentParser:
     add = commands.choices["consolidate"].add_argument
     add("path", metavar="out", type=Path, help="a new directory")
     add("--prefix", default="model.", help="write the names that begin so, without it (default: model.)")
-    add("--max-shard-size", type=int, help="bytes of tensors in one file (default: 5 GB)")
     return made
 
 

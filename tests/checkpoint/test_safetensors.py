@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import safetensors.torch
@@ -46,22 +45,15 @@ def planned(tensors: Any, axes: Any = 2, **options: Any) -> fs.Layout:
     return fs.plan(tensors, fs.simulated_mesh(axes), **options)
 
 
-@pytest.mark.parametrize("max_shard_size", [10**9, 100])
-def test_the_library_reads_what_was_exported_and_what_it_wrote_is_sharded(tmp_path: Path, max_shard_size: int) -> None:
+def test_the_library_reads_what_was_exported_and_what_it_wrote_is_sharded(tmp_path: Path) -> None:
     tensors = of_every_dtype()
     params = fs.shard(tensors, planned(tensors, {"replicate": 2, "shard": 3}, ignored=["m0.w1", "m3.w7"]))
-    export_safetensors(tmp_path / "new", params, max_shard_size=max_shard_size)
+    export_safetensors(tmp_path / "new", params)
     assert os.listdir(tmp_path) == ["new"]
-    files = sorted((tmp_path / "new").glob("*.safetensors"))
-    assert bits({name: x for file in files for name, x in load_file(file).items()}) == bits(tensors)
+    assert bits(load_file(tmp_path / "new" / "model.safetensors")) == bits(tensors)
     for axes in (1, 5, {"replicate": 3}):
         layout = planned(tensors, axes, ignored=["m0.w0", "m6.w12"], align_bytes=0)
         assert bits(import_safetensors(str(tmp_path / "new"), layout)) == bits(fs.shard(tensors, layout))
-    if max_shard_size == 100:
-        index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
-        assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
-        sizes = [[x.nbytes for x in load_file(file).values()] for file in files]
-        assert all(sum(each) <= max_shard_size or sum(size > 0 for size in each) == 1 for each in sizes)
 
 
 def test_tied_parameters_are_written_under_each_name_and_found_under_any(tmp_path: Path) -> None:
@@ -100,26 +92,14 @@ def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> Non
     assert "'steps': got shape (), torch.int64, the checkpoint has shape (), torch.float32" in text
     assert "'fc.weight': not in the checkpoint (did you mean 'model.fc.weight'?)" in text
     assert "'mask': not in the checkpoint" in text
-    assert "none: no such file" in refused(import_safetensors, tmp_path / "none", layout)
+    assert "none: No such file" in refused(import_safetensors, tmp_path / "none", layout)
 
 
-def header(text: str | bytes | dict[str, Any], numbers: int = 0, length: int | None = None) -> bytes:
-    data = json.dumps(text).encode() if isinstance(text, dict) else text if isinstance(text, bytes) else text.encode()
-    return struct.pack("<Q", len(data) if length is None else length) + data + bytes(numbers)
-
-
-HOSTILE: dict[str, bytes] = {
-    "empty": b"",
-    "huge length": header("{}", length=2**63),
-    "nested": header("[" * 200_000),
-    "outside": header({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, 4),
-    "huge shape": header({"w": {"dtype": "F32", "shape": [2**63, 2], "data_offsets": [0, 8]}}, 8),
-}
-
-
-@pytest.mark.parametrize("fault", HOSTILE)
-def test_a_hostile_header_is_refused(tmp_path: Path, fault: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(HOSTILE[fault])
+@pytest.mark.parametrize(
+    "raw", [b"", b"\xff" * 8 + b"{}", b"\x02" + bytes(7) + b"[["], ids=["empty", "huge", "no JSON"]
+)
+def test_a_hostile_header_is_refused(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(raw)
     text = refused(import_safetensors, tmp_path, planned({"w": torch.zeros(2)}))
     assert text.startswith("ValueError: import_safetensors")
     assert f"{tmp_path / 'model.safetensors'}: " in text
@@ -139,28 +119,14 @@ def test_all_files_of_a_directory_are_read_links_too_and_each_name_once(tmp_path
     assert "Pass a safetensors file, or a directory" in text
     save_file(values(), folder / "q.safetensors")
     assert "'fc.bias': in two files" in refused(import_safetensors, folder, layout)
-    os.mkfifo(folder / "pipe.safetensors")
-    assert "not a regular file" in refused(import_safetensors, folder, layout)
 
 
-def test_what_exists_is_never_written_over(tmp_path: Path) -> None:
-    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
-    with pytest.raises(FileExistsError, match="exists already, and was not overwritten"):
-        export_safetensors(tmp_path / "dangling", fs.shard(values(), planned(values())))
-    assert os.listdir(tmp_path) == ["dangling"]
-
-
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    layout = planned(values())
-    params = fs.shard(values(), layout)
-    wrong: Any = values()
-    assert refused(import_safetensors, tmp_path, wrong).startswith("TypeError: import_safetensors: layout: got dict")
-    assert refused(export_safetensors, tmp_path / "x", wrong).startswith("TypeError: export_safetensors: got dict")
-    complex128 = {"z": torch.zeros(2, dtype=torch.complex128)}
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    layout, complex128 = planned(values()), {"z": torch.zeros(2, dtype=torch.complex128)}
     text = refused(export_safetensors, tmp_path / "x", fs.shard(complex128, planned(complex128)))
     assert text.startswith("KeyError: torch.complex128")
     inside = layout.mesh.spmd(lambda params: export_safetensors(tmp_path / "x", params))
-    assert "Call it outside" in refused(inside, params)
+    assert "Call it outside" in refused(inside, fs.shard(values(), layout))
     assert os.listdir(tmp_path) == []
 
 
@@ -169,28 +135,19 @@ def on_this_rank(folder: Path) -> list[str]:
     mesh = fs.init_mesh()
     layout = fs.plan(awkward(), mesh)
     params = fs.shard(awkward(), layout)
-    export_safetensors(folder / "new", params, max_shard_size=150)
+    export_safetensors(folder / "new", params)
     assert bits(import_safetensors(folder / "new", layout)) == bits(params)
     told = [text_of(import_safetensors, folder / ("none" if mesh.rank else "new"), layout)]
     told += [text_of(export_safetensors, folder / "new", params)]
-    save_file = safetensors.torch.save_file
-
-    def fills_up(tensors: Any, file: Any, metadata: Any) -> None:
-        if "model-00003" in str(file):
-            raise OSError(28, "No space left on device")
-        save_file(tensors, file, metadata)
-
-    safetensors.torch.save_file = fills_up
-    told += [text_of(export_safetensors, folder / "full", params, max_shard_size=150)]
-    safetensors.torch.save_file = save_file
-    return told
+    with patch.object(safetensors.torch, "save_file", side_effect=OSError(28, "No space left on device")):
+        return [*told, text_of(export_safetensors, folder / "full", params)]
 
 
 def test_real_ranks_write_for_any_others_and_an_error_on_one_is_reported_on_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(on_this_rank, 2, tmp_path)
     layout = fs.plan(awkward(), fs.simulated_mesh({"replicate": 2, "shard": 2}), units=1)
     assert bits(import_safetensors(tmp_path / "new", layout)) == bits(fs.shard(awkward(), layout))
-    assert "no such file" in second[0]
+    assert "No such file" in second[0]
     assert first[0].startswith("RuntimeError: import_safetensors failed on rank 1, so no rank can go on. There:\nValue")
     assert first[1].startswith(f"FileExistsError: {tmp_path / 'new'} exists already")
     assert second[1].startswith("RuntimeError: export_safetensors failed on rank 0")
