@@ -121,16 +121,12 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path)) or "the tree"
 
 
-class NotPlainError(Exception):
-    """A value names what ``torch.load(weights_only=True)`` does not make."""
-
-
 def saved(value: Any) -> bytes:
     """The bytes of a value, as ``torch.save`` writes it; raise what :func:`loaded` raises if it reads no value."""
     file = io.BytesIO()
     torch.save(value, file)
     if file.tell() > LARGEST_PLAIN:
-        raise ValueError(f"{file.tell():,} bytes, and a plain value has {LARGEST_PLAIN:,} at most; save tensors")
+        raise ValueError(f"{file.tell():,} bytes, and a plain value has {LARGEST_PLAIN:,} at most")
     loaded(file.getvalue())
     return file.getvalue()
 
@@ -144,12 +140,7 @@ def loaded(raw: bytes) -> Any:
         for record in records:
             if record.filename.endswith("/data.pkl"):
                 _Unpickler(archive.read(record)).load()
-    try:
-        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        if names := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(raw)):
-            raise NotPlainError(shown(f"it names {', '.join(sorted(names))}")) from error
-        raise
+    return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
 
 
 def metadata_of(indices: Sequence[Mapping[str, Any]]) -> bytes:

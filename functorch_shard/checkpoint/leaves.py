@@ -25,7 +25,6 @@ from ..layout.layout import Layout, holders_of, shards_of_ranks
 from ..layout.trees import Sharded, is_number, rows_here
 from ..mesh.mesh import Mesh
 from ..sharding.gather import gather
-from ..sharding.lazy_tensor import Lazy
 from .format import SCALAR, Path, Region, dotted, regions
 
 
@@ -95,8 +94,11 @@ def with_values(tree: Any, values: Iterator[Any]) -> Any:
 
 
 def tensor_problem(x: Tensor) -> str:
-    """Why ``x`` cannot be read back as it is, from a file that one rank writes; empty if it can."""
-    if type(x) not in (Tensor, nn.Parameter, Lazy) or x.is_quantized or x.is_nested or x.layout != torch.strided:
+    """Why ``x`` cannot be read back as it is, from a file that one rank writes; empty if it can.
+
+    A lazy tensor cannot: one rank alone would gather it.
+    """
+    if type(x) not in (Tensor, nn.Parameter) or x.is_quantized or x.is_nested or x.layout != torch.strided:
         return f"got a {type(x).__name__} of {x.dtype}, {x.layout}, expected a plain tensor"
     return "without values, on the meta device" if x.is_meta else ""
 

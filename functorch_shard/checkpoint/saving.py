@@ -23,7 +23,6 @@ from ..errors import reject
 from ..layout.layout import places_of
 from ..layout.trees import participants_of, ranks_here
 from ..mesh.mesh import Mesh
-from ..sharding.lazy_tensor import Lazy
 from .format import FORMAT, MANIFEST, METADATA, metadata_of, saved
 from .leaves import Chunk, Leaf, chunks_of, leaves_of, tensor_problem
 from .staging import StagingDirectory, is_free, local_path, lock, ordered, refuse_existing, remove, write_durably
@@ -57,10 +56,11 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
 
     Raises:
         FileExistsError: ``path`` exists; it was not overwritten.
-        TypeError: a value that ``torch.load(weights_only=True)`` does not read back.
+        TypeError: a value that ``torch.load(weights_only=True)`` does not read back, or a lazy tensor.
         ValueError: two leaves of one name, trees of other ranks, a hidden ``path`` or a URL, or ``keep`` below 1.
         OSError: for example a full disk; this checkpoint is removed.
-        RuntimeError: inside a transform; or another rank failed: every rank reports which one and why.
+        RuntimeError: inside a transform; or another rank failed: every rank reports which one, and why unless it was in
+            the background.
 
     Cost:
         No gather: each rank writes the regions of its shards, at most ``2 * ndim - 1`` for a parameter; replicas are
@@ -113,8 +113,8 @@ class _Saving:
     def begin(self, path: str | os.PathLike[str]) -> str:
         """Validate the arguments, and make the directory; its path."""
         refuse_derivatives("save")
-        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            raise ValueError(f"save: keep: got {self.keep!r}, expected an int, 1 or more")
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"save: keep: got {self.keep}, expected 1 or more")
         self.staging.target = target = local_path("save: path", path)
         if target.name.startswith("."):
             raise ValueError(f"save: path: got {target}: names that begin with a dot are hidden from latest()")
@@ -134,8 +134,8 @@ class _Saving:
         def copied(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
-            if x.device.type == "cpu" or isinstance(x, Lazy):  # a lazy tensor is gathered
-                return x.detach().clone().cpu()
+            if x.device.type == "cpu":
+                return x.detach().clone()
             devices.add(x.device)
             x.record_stream(torch.accelerator.current_stream(x.device))
             copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
@@ -146,7 +146,6 @@ class _Saving:
 
     def go_on(self, copied: Sequence[torch.Event]) -> Path:
         """Write and publish in a thread, which the threads of other ranks see by files only."""
-        rank, target = self.participants.rank, self.staging.target
         try:
             for event in copied:
                 event.synchronize()
@@ -154,13 +153,11 @@ class _Saving:
             self._wait_for_others()
             self.publish()
         except BaseException as error:
-            self.staging.note_failure(f"rank {rank}: {type(error).__name__}: {error}")
-            logging.getLogger("functorch_shard").error("save: %s: %r", target, error)  # result() may not be called
-            if not rank and len(self.writers) < self.participants.size:
-                time.sleep(20 * _POLL)  # until the others have read the reason
+            logger = logging.getLogger("functorch_shard")
+            logger.error("save: %s: %r", self.staging.target, error)  # result() may not be called
             self.abandon()
             raise
-        return target
+        return self.staging.target
 
     def open(self) -> None:
         for rank in ranks_here(self.participants):
@@ -175,15 +172,19 @@ class _Saving:
             writer.close()
 
     def _wait_for_others(self) -> None:
-        """On rank 0, wait until all ranks have written, elsewhere until rank 0 has published; raise if one failed."""
-        folder, rank = self.staging.folder, self.participants.rank
-        others = [] if rank else [r for r in range(self.participants.size) if r not in self.writers]
-        while not (self.staging.target.is_dir() if rank else all(_index(folder, r).exists() for r in others)):
-            gone = [r for r in others if is_free(folder / _file_name(r)) and not _index(folder, r).exists()]
-            if text := self.staging.failure() or (f"rank {gone[0]}: the process ended" if gone else ""):
-                where, _, reason = text.partition(": ")
-                raise RuntimeError(f"save failed on {where}, so no rank can go on. There:\n{reason}")
-            time.sleep(_POLL)
+        """On rank 0, wait until all ranks have written, elsewhere until rank 0 has published; raise if one has failed.
+
+        A rank holds a lock until it has made what others wait for. One that fails or ends holds none.
+        """
+        folder, awaited = self.staging.folder, [(0, self.staging.folder, self.staging.target)]
+        if not self.participants.rank:
+            ranks = range(self.participants.size)
+            awaited = [(rank, folder / _file_name(rank), _index(folder, rank)) for rank in ranks]
+        for rank, locked, made in awaited:
+            while not made.exists():
+                if is_free(locked) and not made.exists():
+                    raise RuntimeError(f"save failed on rank {rank}, so no rank can go on. Its own error says why.")
+                time.sleep(_POLL)
 
     def publish(self) -> None:
         if self.participants.rank:
@@ -196,9 +197,11 @@ class _Saving:
                 remove(folder)
 
     def abandon(self) -> None:
-        """Close what is open; rank 0 removes the files."""
+        """Remove the file that this rank is writing, and on rank 0 the folder: others see it where they wait."""
         for writer in self.writers.values():
-            writer.file.close()
+            if not writer.file.closed:
+                (self.staging.folder / writer.name).unlink(missing_ok=True)
+                writer.file.close()
         self.staging.abandon()
 
 
@@ -208,14 +211,14 @@ class Writer:
     def __init__(self, folder: Path, rank: int) -> None:
         self.name, self._index = _file_name(rank), _index(folder, rank)
         self.rows: list[dict[str, Any]] = []
-        self.total = self.crc = 0
+        self.crc = 0
         self.file = (folder / self.name).open("xb")
         self.flush = self.file.flush  # what torch.save calls
         lock(self.file.fileno())  # until it is closed, or the process ends
 
     def add(self, chunk: Chunk) -> None:
         """Append the elements of one region, or the bytes of a plain value."""
-        start, self.crc, dtype = self.total, 0, None
+        start, self.crc, dtype = self.file.tell(), 0, None
         if isinstance(chunk.values, bytes):
             self.write(chunk.values)
         else:
@@ -226,22 +229,19 @@ class Writer:
                 torch.save(x, self)  # pyright: ignore[reportArgumentType]
             except RuntimeError as error:  # torch's own, after a write that failed, for example on a full disk
                 raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        place = {"start": start, "nbytes": self.total - start, "crc": self.crc}
+        place = {"start": start, "nbytes": self.file.tell() - start, "crc": self.crc}
         self.rows.append({"paths": chunk.paths, "shape": chunk.shape, "dtype": dtype, "region": chunk.region, **place})
 
     def write(self, data: Any) -> int:
         """Append bytes: what ``torch.save`` calls."""
-        self.file.write(data)
-        nbytes = memoryview(data).nbytes
-        self.crc, self.total = zlib.crc32(data, self.crc), self.total + nbytes
-        return nbytes
+        self.crc = zlib.crc32(data, self.crc)
+        return self.file.write(data)
 
     def close(self) -> None:
         """Sync the file to the disk, and write its index for :func:`complete`."""
         self.flush()
         os.fsync(self.file.fileno())
-        index = {"file": self.name, "nbytes": self.total, "rows": self.rows}
-        write_durably(self._index, json.dumps(index).encode())
+        write_durably(self._index, json.dumps({"file": self.name, "rows": self.rows}).encode())
         self.file.close()
 
 
@@ -251,10 +251,9 @@ def complete(folder: Path, ranks: Sequence[int], order: int) -> None:
     indices = [json.loads(file.read_text()) for file in files]
     raw = metadata_of(indices)
     write_durably(folder / METADATA, raw)
-    checks = {i["file"]: [[row["start"], row["nbytes"], row["crc"]] for row in i["rows"]] for i in indices}
-    lengths = {index["file"]: index["nbytes"] for index in indices} | {METADATA: len(raw)}
+    checks = {index["file"]: [[row["start"], row["crc"]] for row in index["rows"]] for index in indices}
     digest = hashlib.sha256(raw).hexdigest()
-    body = json.dumps({"format": FORMAT, "order": order, "metadata": digest, "files": lengths, "checks": checks})
+    body = json.dumps({"format": FORMAT, "order": order, "metadata": digest, "checks": checks})
     write_durably(folder / MANIFEST, f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}".encode())
     for file in files:
         file.unlink()
@@ -273,27 +272,25 @@ def _writable(leaves: Sequence[Leaf], participants: Mesh) -> list[Leaf]:
     counts = Counter(name for leaf in leaves for _, names in leaf.parameters() for name in names)
     problems = [f"{name!r}: {count} leaves have this name" for name, count in counts.items() if count > 1]
     reject("save: names", problems, "Each leaf needs a unique name: put one of them under another key.")
-    tensors = [(leaf, leaf.tensor) for leaf in leaves if leaf.tensor is not None]
-    problems = [f"{leaf}: {problem}" for leaf, x in tensors if (problem := tensor_problem(x))]
-    writable = []
-    for leaf in leaves:
-        try:
-            writable.append(leaf._replace(value=saved(leaf.value)) if leaf.is_plain else leaf)
-        except Exception as error:  # of any class's __reduce__
-            problems.append(f"{leaf}: got a {type(leaf.value).__name__}: {' '.join(str(error).split())[:100]}")
-    advice = (
-        "A checkpoint contains tensors, and what torch.load(weights_only=True) reads: numbers, strings, None, and "
-        "lists, tuples, sets and dicts of them. Pass the state of an optimizer, the get_state() of a generator, and "
-        "of other tensors the plain ones that they are made of."
-    )
-    reject("save", problems, advice, TypeError)
-    lazy = [f"{leaf}: gathered lazily" for leaf, x in tensors if isinstance(x, Lazy) and participants.size > 1]
-    reject("save", lazy, "Save the Sharded, of which each rank writes its part, or gather(lazy=False).")
     meshes = [(leaf, leaf.layout.mesh) for leaf in leaves if leaf.layout and not leaf.layout.tensor_meshes]
     mine = (participants.is_simulated, participants.size)
     others = [(leaf, mesh) for leaf, mesh in meshes if (mesh.is_simulated, mesh.size) != mine]
     problems = [f"{leaf}: on {mesh}, expected the ranks of {participants}" for leaf, mesh in others]
     reject("save", problems, "Save trees of other ranks separately, or reshard them first.")
+    writable = []
+    for leaf in leaves:
+        problem = tensor_problem(leaf.tensor) if leaf.tensor is not None else ""
+        try:
+            writable.append(leaf._replace(value=saved(leaf.value)) if leaf.is_plain else leaf)
+        except Exception as error:  # of any class's __reduce__
+            problem = f"got a {type(leaf.value).__name__} ({type(error).__name__})"
+        problems += [f"{leaf}: {problem}"] if problem else []
+    advice = (
+        "A checkpoint contains tensors, and of 1 GiB at most what torch.load(weights_only=True) reads: numbers, "
+        "strings, None, and lists, tuples, sets and dicts of them. Pass the state of an optimizer, the get_state() of "
+        "a generator, the Sharded in place of what was gathered, and of other tensors the plain ones in them."
+    )
+    reject("save", problems, advice, TypeError)
     return writable
 
 

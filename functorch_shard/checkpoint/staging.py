@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,18 +19,16 @@ from pathlib import Path
 
 from .reader import order_of
 
-_STAGING, _FAILED = ".functorch_shard.staging", "failed"
+_STAGING = ".functorch_shard.staging"
 
 
 def local_path(argument: str, path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` as an absolute one; refuse what a folder of the working directory would be made for."""
+    """Return ``path`` as an absolute one; refuse a URL, which would be a folder of the working directory."""
     text = os.fspath(path)
-    if re.match(r"[A-Za-z][\w+.-]*:/", text):  # pathlib leaves one slash of two
+    if ":/" in text:  # pathlib leaves one slash of two
         advice = "expected a path of a file system. Mount the bucket, or copy complete directories there."
         raise ValueError(f"{argument}: got the URL {text!r}, {advice}")
-    if text == "~" or text.startswith("~/"):
-        raise ValueError(f"{argument}: got {text!r}, in which nothing expands ~. Pass os.path.expanduser(path).")
-    return Path(path).absolute()
+    return Path(text).expanduser().absolute()
 
 
 @dataclass
@@ -72,20 +69,6 @@ class StagingDirectory:
         self.folder.rename(self.target)
         sync(self.target.parent)
         self._close()
-
-    def note_failure(self, text: str) -> None:
-        """Tell the other processes that write into it that it will not be complete, unless one has told them."""
-        with suppress(OSError), (self.folder / _FAILED).open("x") as file:
-            file.write(text)
-
-    def failure(self) -> str:
-        """Return what a process noted, or that the owner has ended; empty while the folder may become the target."""
-        with suppress(FileNotFoundError):
-            return (self.folder / _FAILED).read_text()
-        text = "rank 0: the process ended" if is_free(self.folder) else ""
-        if not self.folder.is_dir():
-            text = "rank 0: the folder was removed"
-        return "" if self.target.is_dir() else text
 
     def abandon(self) -> None:
         """Remove the folder, if this process has made and not published it."""
@@ -139,10 +122,10 @@ def lock(handle: int, wait: bool = False) -> bool:
 
 
 def is_free(path: Path) -> bool:
-    """Whether the process that has locked a file or a directory has ended; False if there is no such path."""
+    """Whether no process has locked a file or a directory, or it does not exist."""
     with suppress(OSError), _handle(path) as handle:
         return lock(handle)
-    return False
+    return not path.exists()
 
 
 def _folders(parent: Path, hidden: bool = False) -> list[Path]:

