@@ -62,7 +62,7 @@ def compile(step: Callable[..., Any], *, backend: str | Backend = "inductor") ->
     Raises:
         TypeError: an argument is a subclass of ``Tensor`` or offloaded, an array of another library, has no hash, or is
             an object that holds a tensor and is not a container; all are named. Or a result is such an object.
-        NotImplementedError: at a recording, where the step reads a value of a tensor; the message has the line. Or it
+        NotImplementedError: at a recording, where the step reads a value of a tensor; its cause has the line. Or it
             contains what is done once, before steps: ``plan``, ``shard``, ``init``, ``checkpoint``.
         RuntimeError: at a recording, where ranks recorded different collectives; the message has the first difference.
 

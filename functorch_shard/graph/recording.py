@@ -6,12 +6,9 @@ schedule and frees what they free. Python runs once: whatever it decides is fixe
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 import optree
@@ -66,7 +63,7 @@ class Recording:
 
 
 def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
-    """Trace ``fn`` with these arguments; the error of what depends on values of tensors has the line."""
+    """Trace ``fn`` with these arguments; the cause of an error has the line of the program."""
     traced = [i for i, x in enumerate(call.leaves) if is_traced(x)]
     fakes = fake_copies(as_inputs(call.inputs))
     versions = [version_of(x) for x in fakes]
@@ -97,7 +94,7 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
         # torch has no public class for a program that depends on values; a program's own errors are of other modules
         if isinstance(error, RefusedError) or type(error).__module__.startswith("torch."):
             reason = str(error) if isinstance(error, RefusedError) else f"{ON_VALUES} torch: {error}"
-            raise NotImplementedError(_explained(reason, error)) from error
+            raise NotImplementedError(f"compile: this step cannot be recorded as one graph. {reason}") from error
         raise
     structure, outputs = found
     written = [i for i, (x, version) in enumerate(zip(fakes, versions, strict=True)) if version_of(x) != version]
@@ -142,15 +139,6 @@ def _is_identity(node: Node) -> bool:
 def _place(x: Tensor) -> Any:
     """Return where the elements of ``x`` are, and how they are read."""
     return identity_of_storage(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
-
-
-def _explained(reason: str, error: Exception) -> str:
-    package = Path(__file__).parents[1]
-    others = [str(Path(str(module.__file__)).parent) for module in (torch, optree, contextlib)]
-    lines = reversed(extract_tb(error.__traceback__))
-    line = next((line for line in lines if not line.filename.startswith((str(package), *others, "<"))), None)
-    where = f"{line.filename}:{line.lineno}: {line.line}\n" if line else ""
-    return f"compile: this step cannot be recorded as one graph.\n{where}{reason}"
 
 
 @dataclass(frozen=True)

@@ -37,18 +37,6 @@ def test_simulated_and_real_ranks_compute_what_a_loop_over_ranks_does(ranks: Ran
         assert_trees_close({str(case): torch.stack(rows)}, expected, rtol=1e-10, atol=1e-10)
 
 
-def on_two_axes(mesh: fs.Mesh) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    mine = rows_of(mesh, torch.randn(mesh.size, 4, 4, generator=generator, dtype=torch.float64))
-    axes: dict[str, Any] = {"both": mesh, **{name: mesh[name] for name in mesh.axes}}
-    return {f"{n} {key}": mesh.spmd(on_rank(n, axis))(mine) for n in PROGRAMS for key, axis in axes.items()}
-
-
-@pytest.mark.parametrize("ranks", gloo({"a": 2, "b": 2}), ids=str)
-def test_two_axes_of_real_ranks_are_two_axes_of_simulated_ones(ranks: Ranks) -> None:
-    assert_trees_close(ranks.run(on_two_axes), ranks.simulated.run(on_two_axes), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_vmaps_on_both_sides_of_the_ranks_nest(program: str) -> None:
     mesh = fs.simulated_mesh(3)

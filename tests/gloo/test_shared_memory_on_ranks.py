@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 import time
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.gloo.backend import SMALL_MESSAGE, Guard
-from functorch_shard.gloo.shared_memory import ADDRESS
-from tests.support import lazy_uses
+from functorch_shard.gloo.backend import SMALL_MESSAGE
 from tests.support.pool import run_ranks
 
 LARGE = SMALL_MESSAGE + 5  # elements of a part
@@ -57,21 +54,6 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num_ranks: int) -> None:
     run_ranks(stress_on_this_rank, num_ranks, 200, 0.004)
-
-
-def use_on_this_rank() -> None:
-    """Envelopes have no messages in them, but for those that open the memory of others."""
-    few: Any = property(lambda guard: ADDRESS, lambda guard, capacity: None)
-    with patch.object(Guard, "capacity", few, create=True):
-        for name in lazy_uses.USES:
-            for reshard in (True, False):
-                lazy_uses.use_on_this_rank(name, reshard)
-        lazy_uses.exceptions_on_this_rank()
-        lazy_uses.delayed_training_on_this_rank()
-
-
-def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_go_through_shared_memory() -> None:
-    run_ranks(use_on_this_rank, 2)
 
 
 def rewrite_on_this_rank() -> Tensor:
