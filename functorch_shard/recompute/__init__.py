@@ -21,8 +21,7 @@ from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..communication.simulated import RUN, Index, running
-from ..containers import filled_variables, opened, place, reached, refuse_opaque
-from ..errors import reject
+from ..containers import filled_variables, opened, reached, refuse_opaque
 from ..layout.trees import take_tensors
 from ..torch_internals.autograd import eager, own_parametrizations, without_batches
 from ..torch_internals.satellites import is_differentiated
@@ -54,8 +53,8 @@ def remat(fn: Fn) -> Fn:
         breaks its graph there.
 
     Raises:
-        ValueError: results depend on a tensor that needs a gradient and is not an input, which the message names. Or
-            ``fn`` writes to an input in place, such as the statistics of BatchNorm: :func:`apply` returns new ones.
+        ValueError: results depend on a tensor that needs a gradient and is not an input. Or ``fn`` writes to an input
+            in place, such as the statistics of BatchNorm: :func:`apply` returns new ones.
         TypeError: an argument with tensors to differentiate, or a result with tensors, is not a supported container.
         RuntimeError: run again, ``fn`` returned other shapes or dtypes; or an input was written to since.
 
@@ -85,7 +84,7 @@ def remat(fn: Fn) -> Fn:
             return _rematted(call)
         result = fn(*args, **kwargs)
         if is_differentiated(take_tensors(result)[0]):
-            reject("remat", _not_inputs(call), _PASS_IT)
+            raise ValueError(_PASS_IT)
         return result
 
     return cast(Fn, rematted)
@@ -96,21 +95,17 @@ Put = Callable[[Iterator[Tensor], bool], Any]  # takes tensors, and whether the 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """A call as a function of ``tensors``: those of each leaf of ``tree`` by name, and the indices of running ranks."""
+    """A call as a function of ``tensors``: those of each leaf of ``tree``, and the indices of running ranks."""
 
     tree: Any  # the function or the owner of the method, the arguments, the keyword arguments
     method: Any  # the method as a function of its owner; None for a function
-    taken: Sequence[tuple[Mapping[str, Tensor], Put]]
+    taken: Sequence[tuple[Sequence[Tensor], Put]]
     ranks: Mapping[Index, Tensor]
-    variables: Sequence[tuple[str, Any]]  # tensors, modules and generators that its functions reach otherwise
-
-    @property
-    def inputs(self) -> list[tuple[str, Tensor]]:
-        return [pair for tensors, _ in self.taken for pair in tensors.items()]
+    closed_over: Sequence[Any]  # tensors, modules and generators that its functions reach otherwise
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*(x for _, x in self.inputs), *self.ranks.values()]
+        return [*(x for tensors, _ in self.taken for x in tensors), *self.ranks.values()]
 
     def run(self, tensors: Sequence[Tensor], again: bool) -> Any:
         rest = iter(tensors)
@@ -119,9 +114,9 @@ class _Call:
         owner, args, kwargs = cast("tuple[Any, Any, Any]", optree.tree_unflatten(form, leaves))
         with running(dict(zip(self.ranks, rest, strict=True)) if again else {}), own_parametrizations():
             result = (MethodType(self.method, owner) if self.method else owner)(*args, **kwargs)
-        given, modules = {id(x) for x in tensors}, [x for x in leaves if isinstance(x, nn.Module)]
-        assigned = [name for module in modules for name, x in module.named_buffers() if id(x) not in given]
-        reject("remat", [f"{name!r}: written to by the function" for name in assigned], _RETURN_IT)
+        given = {id(x) for x in tensors}
+        if any(id(x) not in given for module in leaves if isinstance(module, nn.Module) for x in module.buffers()):
+            raise ValueError(_RETURN_IT)
         return result
 
 
@@ -131,33 +126,30 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
     tree = opened((owner, args, kwargs))
     refuse_opaque("remat", tree[1:], "arguments", matters=lambda x: isinstance(x, Tensor) and is_differentiated([x]))
-    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
-    labels = [f"{('', 'args', 'kwargs')[path[0]]}{place(path[1:])}" for path in paths]
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)
     functions = [x for x in (method, *leaves) if isinstance(x, (FunctionType, MethodType, partial))]
-    variables = [(repr(name), y) for x in functions for name, y in reached(x)]
-    swapped = [f"{name}, a {type(x).__name__}: called with other parameters" for name, x in variables if _is_swapped(x)]
-    reject("remat", swapped, _PASS_IT)
-    return _Call(tree, method, [*map(_taken, labels, leaves)], RUN.get().indices, variables)
+    closed_over = [y for x in functions for _, y in reached(x)]
+    if any(map(_is_swapped, closed_over)):
+        raise ValueError(_PASS_IT)
+    return _Call(tree, method, [*map(_taken, leaves)], RUN.get().indices, closed_over)
 
 
-def _taken(label: str, x: Any) -> tuple[Mapping[str, Tensor], Put]:
-    """Return the tensors of a leaf by name, and what makes a leaf with others."""
+def _taken(x: Any) -> tuple[Sequence[Tensor], Put]:
+    """Return the tensors of a leaf, and what makes a leaf with others."""
     if isinstance(x, Tensor):
-        return {label: x}, lambda rest, again: next(rest)
+        return [x], lambda rest, again: next(rest)
     if isinstance(x, nn.Module):
         own = dict(x.named_parameters()) | dict(x.named_buffers())
-        named = {f"{label} {name!r}".strip(): x for name, x in own.items()}
-        return named, lambda rest, again: bind(x, {name: next(rest) for name in own})
+        return [*own.values()], lambda rest, again: bind(x, {name: next(rest) for name in own})
     now = _as_now(x)
-    return {}, lambda rest, again: now if again else x
+    return [], lambda rest, again: now if again else x
 
 
 def _rematted(call: _Call) -> Any:
     tensors, put_back = call.tensors, list[Callable[..., Any]]()
-    closed_over = [(name, x) for name, x in call.variables if isinstance(x, Tensor)]
+    closed_over = [x for x in call.closed_over if isinstance(x, Tensor)]
     surrounded = _surroundings(tensors, _generators(call))
-    named = [(name, without_batches(x)) for name, x in (*call.inputs, *closed_over)]
-    versions = [version_of(x) for _, x in named]
+    versions = [version_of(without_batches(x)) for x in (*tensors, *closed_over)]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         result = opened(call.run(tensors, again=False))
@@ -167,20 +159,20 @@ def _rematted(call: _Call) -> Any:
         return results
 
     results, on_others, attach = first_run(run, tensors)
-    written = [name for (name, x), version in zip(named, versions, strict=True) if version_of(x) != version]
-    reject("remat", [f"{name}: written to by the function" for name in dict.fromkeys(written)], _RETURN_IT)
+    if versions != [version_of(without_batches(x)) for x in (*tensors, *closed_over)]:
+        raise ValueError(_RETURN_IT)
     if on_others:
-        reject("remat", _not_inputs(call), _PASS_IT)
+        raise ValueError(_PASS_IT)
     forms = [(tuple(x.shape), x.dtype) for x in results]
 
     def run_again(tensors: Sequence[Tensor]) -> list[Tensor | None]:
         with surrounded():
             results, _ = take_tensors(call.run(tensors, again=True))
-        if (found := [(tuple(x.shape), x.dtype) for x in results]) != forms:
-            raise RuntimeError(_OTHER_FORMS.format(found, forms))
+        if [(tuple(x.shape), x.dtype) for x in results] != forms:
+            raise RuntimeError(_OTHER_FORMS)
         return [*results]
 
-    batched = [name for name, x in closed_over if without_batches(x) is not x]
+    batched = any(without_batches(x) is not x for x in closed_over)
     return put_back[0](attach(Program(run_again, batched=batched)))
 
 
@@ -196,20 +188,11 @@ def _is_swapped(x: Any) -> bool:
     return isinstance(x, nn.Module) and any(not isinstance(p, nn.Parameter) for p in x.parameters())
 
 
-def _not_inputs(call: _Call) -> list[str]:
-    """Return a line for each variable with a tensor that needs a gradient."""
-    inside = lambda x: [*x.parameters()] if isinstance(x, nn.Module) else [x] if isinstance(x, Tensor) else []  # noqa: E731
-    pairs = [(name, x) for name, x in call.variables if is_differentiated(inside(x))]
-    found = [f"{name}, a {type(x).__name__}: not an input" for name, x in pairs]
-    return found or ["the result depends on a tensor that needs a gradient and is not an input"]
-
-
 def _generators(call: _Call) -> list[Generator]:
     """Return the generators of its own that the call may draw from: inputs, variables, attributes of modules."""
-    leaves = [*optree.tree_leaves(call.tree), *(x for _, x in call.variables)]
+    leaves = [*optree.tree_leaves(call.tree), *call.closed_over]
     modules = [module for x in leaves if isinstance(x, nn.Module) for module in x.modules()]
-    found = [*leaves, *(x for module in modules for x in vars(module).values())]
-    return [x for x in found if isinstance(x, Generator)]
+    return [x for x in (*leaves, *(x for each in modules for x in vars(each).values())) if isinstance(x, Generator)]
 
 
 def _surroundings(tensors: Sequence[Tensor], own: Sequence[Generator]) -> Callable[[], ContextManager[None]]:
@@ -238,14 +221,16 @@ def _surroundings(tensors: Sequence[Tensor], own: Sequence[Generator]) -> Callab
 
 
 _PASS_IT = (
-    "Run again in backward, the function would use other values, or their gradient would be lost. Pass what it uses as "
-    "an argument: fs.remat(lambda params, x: functional_call(block, params, (x,)))(params, x). Or let remat call the "
-    "module: fs.remat(block)(x), and outside of the model fs.remat(fs.bind(block, params))(x)."
+    "remat: the function uses a tensor that needs a gradient, or a module that functional_call calls, which is not an "
+    "input: its gradient would be lost, or the function run again with other values. Pass what it uses as an argument: "
+    "fs.remat(lambda params, x: functional_call(block, params, (x,)))(params, x). Or let remat call the module: "
+    "fs.remat(block)(x), and outside of the model fs.remat(fs.bind(block, params))(x)."
 )
 _RETURN_IT = (
-    "It would be written to again in backward. Return new values, as fs.apply(module, params, buffers, x) does."
+    "remat: the function writes to an input or a variable in place, and would again in backward. Return new values, as "
+    "fs.apply(module, params, buffers, x) does."
 )
 _OTHER_FORMS = (
-    "remat: run again in backward, the function returned tensors of other shapes or dtypes: {}, at first {}. It has to "
-    "compute the same from the same arguments: pass what it depends on as arguments."
+    "remat: run again in backward, the function returned tensors of other shapes or dtypes. It has to compute the same "
+    "from the same arguments: pass what it depends on as arguments."
 )

@@ -53,7 +53,7 @@ class Program:
     transforms: Transforms | None = None  # that were active at the first call; None: those of now
     averages: bool = False  # whether its results depend on gathers, which may take the mean: Note [Boundary]
     kept: tuple[int, ...] = ()  # the positions of the results that are differentiated
-    batched: Sequence[str] = ()  # names of batched tensors that are not inputs: it cannot run outside of their vmap
+    batched: bool = False  # whether tensors that are not inputs are batched: it cannot run outside of their vmap
 
     def results(self, tensors: Tensors) -> list[Any]:
         results = self.run(tensors)
@@ -62,7 +62,7 @@ class Program:
     def without_batches(self, tensors: Tensors) -> Any:
         raise RuntimeError(
             "remat: a derivative outside of a vmap runs the function again, which closes over tensors that are batched "
-            f"there: {', '.join(self.batched)}. Pass them as arguments."
+            "there. Pass them as arguments."
         )
 
 

@@ -298,49 +298,21 @@ def test_context_variables_are_those_of_the_call_in_whatever_thread_backward_run
     assert_trees_close(w.grad, 6 * W)
 
 
-GLOBAL = W.clone().requires_grad_()
-MODULE = nn.Linear(3, 3).double()
+def test_a_gradient_that_would_be_lost_is_refused() -> None:
+    weight, module = W.clone().requires_grad_(), nn.Linear(3, 3).double()
 
-
-def by_attribute() -> Any:
     class Holder:
-        weight = GLOBAL
+        hidden = weight
 
-    return lambda x: x @ Holder.weight
-
-
-def by_own_module() -> Any:
-    module = nn.Linear(3, 3).double()
-    return lambda x: module(x)
-
-
-def by_tensor() -> Any:
-    given = {"w": GLOBAL}
-    return lambda x: x @ given["w"]
-
-
-UNKNOWN = {
-    "'GLOBAL', a Tensor": lambda: lambda x: x @ GLOBAL,
-    "'MODULE', a Linear": lambda: lambda x: MODULE(x),
-    "'module', a Linear": by_own_module,
-    "'given', a Tensor": by_tensor,
-    "a tensor that needs a gradient": by_attribute,
-}
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_a_gradient_that_would_be_lost_is_refused_by_name(name: str) -> None:
-    uses = UNKNOWN[name]()
-    ways = [
-        lambda: fs.remat(uses)(X),
-        lambda: fs.remat(uses)(X.clone().requires_grad_()),
-        lambda: grad(lambda x: fs.remat(uses)(x).sum())(X),
-        lambda: jvp(lambda x: fs.remat(uses)(x), (X,), (X,)),
-    ]
-    for text in map(refused, ways):
-        assert "ValueError: remat: 1 problem" in text
-        assert name in text
-        assert "fs.remat(block)(x)" in text
+    for uses in (lambda x: x @ weight, lambda x: module(x), lambda x: x @ Holder.hidden):
+        ways = [
+            lambda: fs.remat(uses)(X),  # noqa: B023
+            lambda: fs.remat(uses)(X.clone().requires_grad_()),  # noqa: B023
+            lambda: grad(lambda x: fs.remat(uses)(x).sum())(X),  # noqa: B023
+            lambda: jvp(lambda x: fs.remat(uses)(x), (X,), (X,)),  # noqa: B023
+        ]
+        for text in map(refused, ways):
+            assert text.startswith("ValueError: remat: the function uses a tensor that needs a gradient")
 
 
 def test_a_module_in_a_closure_that_has_other_parameters_by_then_is_refused() -> None:
@@ -353,8 +325,7 @@ def test_a_module_in_a_closure_that_has_other_parameters_by_then_is_refused() ->
     given = {"0.weight": W, "0.bias": W[0]}
     model = Outer(nn.Linear(3, 3).double())
     text = refused(grad(lambda x: functional_call(model, given, (x,)).sum()), X)
-    assert "'self', a Outer: called with other parameters" in text
-    assert "fs.remat(fs.bind(block, params))(x)" in text
+    assert "remat: the function uses a tensor that needs a gradient, or a module that functional_call calls" in text
 
 
 def test_a_batched_tensor_in_a_closure_is_a_constant_inside_of_its_vmap_and_refused_outside() -> None:
@@ -362,7 +333,7 @@ def test_a_batched_tensor_in_a_closure_is_a_constant_inside_of_its_vmap_and_refu
     assert_trees_close(inside, vmap(lambda x: grad(lambda w: (x @ w).sin().sum())(W))(X), rtol=0, atol=0)
     of = lambda w: vmap(lambda x: fs.remat(lambda w: (x @ w).sin().sum())(w))(X).sum()  # noqa: E731
     for derive in (fs.grad, jacrev, lambda f: lambda w: jvp(f, (w,), (V,))):
-        assert "closes over tensors that are batched there: 'x'. Pass them as arguments" in refused(derive(of), W)
+        assert "closes over tensors that are batched there. Pass them as arguments" in refused(derive(of), W)
 
 
 class Writes(nn.Module):
@@ -383,16 +354,14 @@ def test_writes_that_would_be_repeated_are_refused() -> None:
         return x.sin() + given["sum"]
 
     x = X.clone().requires_grad_()
-    text = refused(fs.remat(writes), x, {"sum": torch.zeros(3, dtype=X.dtype)})
-    assert "args[1]['sum']: written to by the function" in text
-    for assigns in (True, False):
-        text = refused(fs.remat(Writes(assigns).double()), x)
-        assert "'count': written to by the function" in text
-        assert "fs.apply" in text
-    total = torch.zeros(3, dtype=X.dtype)
-    assert "'total': written to by the function" in refused(fs.remat(lambda x: x.sin() + total.add_(1)), x)
-    norm = nn.BatchNorm1d(3).double()
-    assert "args[0] 'num_batches_tracked': written to" in refused(fs.remat(lambda m, x: m(x)), norm, X)
+    total, norm = torch.zeros(3, dtype=X.dtype), nn.BatchNorm1d(3).double()
+    told = [
+        refused(fs.remat(writes), x, {"sum": torch.zeros(3, dtype=X.dtype)}),
+        *(refused(fs.remat(Writes(assigns).double()), x) for assigns in (True, False)),
+        refused(fs.remat(lambda x: x.sin() + total.add_(1)), x),
+        refused(fs.remat(lambda m, x: m(x)), norm, X),
+    ]
+    assert all("remat: the function writes to an input or a variable in place" in text for text in told)
 
 
 def test_an_input_that_is_written_to_before_backward_is_refused() -> None:
@@ -435,13 +404,10 @@ def test_it_nests_with_checkpoint() -> None:
         assert_trees_close([w.grad, fs.grad(fn)(W)], [expected, expected])
 
 
-GENERATOR = torch.Generator()  # a global
-
-
 class Noisy(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self.generator = GENERATOR
+        self.generator = generator
 
     def forward(self, w: Tensor) -> Tensor:
         return drops(w, self.generator)
@@ -451,26 +417,23 @@ def drops(w: Tensor, generator: torch.Generator) -> Tensor:
     return (w @ w * (torch.rand(w.shape, generator=generator) > 0.5)).tanh()
 
 
-def of_each(generator: torch.Generator) -> dict[str, Callable[[Any], Callable[[Tensor], Tensor]]]:
-    return {
-        "container": lambda wrap: lambda w: wrap(lambda w, more: drops(w, more["of"][0]))(w, {"of": [generator]}),
-        "closure": lambda wrap: wrap(lambda w: drops(w, generator)),
-        "global": lambda wrap: wrap(lambda w: drops(w, GENERATOR)),
-        "module": lambda wrap: wrap(nn.Sequential(Noisy(), nn.Identity())),
-    }
+DRAWS: dict[str, Callable[[Any, torch.Generator], Callable[[Tensor], Tensor]]] = {
+    "container": lambda wrap, of: lambda w: wrap(lambda w, more: drops(w, more["of"][0]))(w, {"of": [of]}),
+    "closure": lambda wrap, of: wrap(lambda w: drops(w, of)),
+    "module": lambda wrap, of: wrap(nn.Sequential(Noisy(of), nn.Identity())),
+}
 
 
-@pytest.mark.parametrize("place", of_each(GENERATOR))
+@pytest.mark.parametrize("place", DRAWS)
 def test_numbers_from_a_generator_of_its_own_are_the_same_again(place: str) -> None:
     results = []
     for wrap in (plainly, fs.remat, twice):
-        fn = of_each(GENERATOR)[place](wrap)
-        GENERATOR.manual_seed(3)
+        generator = torch.Generator().manual_seed(3)
+        fn = DRAWS[place](wrap, generator)
         value = jvp(grad(lambda w: fn(w).sin().sum()), (W,), (V,))[1]  # noqa: B023
-        results.append((value, GENERATOR.get_state()))
-    for value, state in results[1:]:
-        assert_trees_close(value, results[0][0], rtol=1e-12, atol=1e-12)
-        assert torch.equal(state, results[0][1])
+        results.append((value, generator.get_state()))
+    for result in results[1:]:
+        assert_trees_close(result, results[0], rtol=1e-12, atol=1e-12)
 
 
 def test_a_module_that_is_an_argument_is_not_taken_for_late_use_in_forward_mode() -> None:
