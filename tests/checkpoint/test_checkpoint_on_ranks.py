@@ -22,6 +22,7 @@ from functorch_shard.checkpoint import latest, load, reader, save, saving
 from functorch_shard.debug import digests
 from tests.support.checkpoints import FSDP2, Ours, files_of
 from tests.support.launching import environ
+from tests.support.live_bytes import LiveBytes
 from tests.support.models import Awkward, two_layers
 from tests.support.pool import run_ranks
 from tests.support.refusals import text_of
@@ -333,6 +334,24 @@ def test_training_goes_on_in_the_other_program_on_other_ranks(first: str, two: A
     for ranks, name, phase in ((two, first, 0), (three, OTHER[first], 1)):
         for answer in ranks:
             assert answer["go on"][name] == pytest.approx(expected[phase], rel=1e-10)
+
+
+def bytes_beside_the_tree(folder: Path) -> list[int]:
+    """Of the largest unit, and the most that a save and a load have besides the tree."""
+    ours = Ours(nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))), (), mse, lr=0.1)
+    found = [max(sum(b.nbytes for b in unit.buffers) for unit in ours.params.layout.units)]
+    for call in (ours.save, ours.load):
+        with LiveBytes() as live:
+            live.mark("before")
+            call(folder / "tree")
+            live.mark("after")
+        found.append(live.growth("before", "after"))
+    return found
+
+
+def test_neither_a_save_nor_a_load_has_more_than_a_unit_besides_the_tree(tmp_path: Path) -> None:
+    for unit, *besides in fs.testing.run_ranks(bytes_beside_the_tree, 2, tmp_path):
+        assert 0 < max(besides) <= unit < 24 * 4 * 64 * 65 / 8
 
 
 @pytest.mark.parametrize("victim", [0, 1])

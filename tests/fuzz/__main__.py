@@ -1,16 +1,14 @@
-"""python -m tests.fuzz --seeds 0:3000 --ranks batched,sequential,gloo --log fuzz.jsonl    # goes on where it stopped
+"""python -m tests.fuzz --seeds 0:3000 --ranks batched,sequential,gloo
 python -m tests.fuzz --seed 17 --show      # the program and its model as text
 
-A program that does not end after --timeout seconds ends this one, with the stacks of all threads; the log has it.
+A program that does not end after --timeout seconds ends this one, with its seed and the stacks of all threads.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ Job = tuple[int, str]
 
 
 def main() -> None:
-    known: dict[str, Any] = {"seeds": "0:100", "seed": None, "ranks": ",".join(KINDS), "log": None}
+    known: dict[str, Any] = {"seeds": "0:100", "seed": None, "ranks": ",".join(KINDS)}
     chosen = command_line(__doc__, **known, timeout=90.0, show=False)
     torch.set_num_threads(1)
     first, last = map(int, chosen.seeds.split(":"))
@@ -34,36 +32,24 @@ def main() -> None:
     if chosen.show:
         sys.stdout.writelines(f"{draw(seed)}\n{draw(seed).model()}\n" for seed in seeds)
     else:
-        sys.stdout.write(report(run(jobs, chosen.log and Path(chosen.log), chosen.timeout), jobs))
+        sys.stdout.write(report({job: run(job, chosen.timeout) for job in jobs}))
 
 
-def run(jobs: list[Job], log: Path | None, timeout: float) -> dict[Job, Outcome]:
-    """In the log a program hangs until it has ended."""
-    lines = log.read_text().splitlines() if log and log.exists() else []
-    outcomes = {(seed, kind): Outcome(*rest) for seed, kind, *rest in map(json.loads, lines)}
-
-    def keep(job: Job, outcome: Outcome) -> None:
-        outcomes[job] = outcome
-        if log:
-            with log.open("a") as file:
-                file.write(json.dumps([*job, outcome.kind, outcome.text]) + "\n")
-
-    for job in jobs:
-        if job not in outcomes:
-            keep(job, Outcome("hang", f"no outcome in {timeout:g} s, or the process died"))
-            faulthandler.dump_traceback_later(timeout, exit=True)
-            keep(job, outcome_of(draw(job[0]), job[1]))
-            faulthandler.cancel_dump_traceback_later()
-    return outcomes
+def run(job: Job, timeout: float) -> Outcome:
+    sys.stderr.write("\r{} {}".format(*job))  # what is left standing if the process dies
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    outcome = outcome_of(draw(job[0]), job[1])
+    faulthandler.cancel_dump_traceback_later()
+    return outcome
 
 
-def report(outcomes: dict[Job, Outcome], jobs: list[Job]) -> str:
-    counts = Counter((kind, outcomes[seed, kind].kind) for seed, kind in jobs)
-    kinds = list(dict.fromkeys(kind for _, kind in jobs))
+def report(outcomes: dict[Job, Outcome]) -> str:
+    counts = Counter((kind, outcome.kind) for (_, kind), outcome in outcomes.items())
+    kinds = list(dict.fromkeys(kind for _, kind in outcomes))
     lines = ["| ranks | " + " | ".join(SHOWN) + " |", "|---|" + "---|" * len(SHOWN)]
     lines += [f"| {kind} | " + " | ".join(str(counts[kind, name]) for name in SHOWN) + " |" for kind in kinds]
-    bad = [job for job in jobs if outcomes[job].kind in ("WRONG", "raw", "hang")]
-    lines += [f"{seed} {kind} {outcomes[seed, kind].kind}: {outcomes[seed, kind].text[:300]}" for seed, kind in bad]
+    bad = {job: outcome for job, outcome in outcomes.items() if outcome.kind in ("WRONG", "raw", "hang")}
+    lines += [f"{seed} {kind} {outcome.kind}: {outcome.text[:300]}" for (seed, kind), outcome in bad.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -35,7 +35,6 @@ from tests.support.refusals import text_of
 MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 3}, {"replicate": 2, "shard": 3}]
 SIMULATED = simulated(*({"shard": 1, **axes} for axes in MESHES))
 REAL = gloo(2, {"replicate": 2, "shard": 1}, 4, HYBRID)
-every_kind = pytest.mark.parametrize("ranks", [*SIMULATED[1:], *REAL], ids=str)
 every_real = pytest.mark.parametrize("ranks", REAL, ids=str)
 LAZY = None, False
 

@@ -92,14 +92,6 @@ def _two_losses(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Ten
     return gradients(leaves)
 
 
-def _backward_twice(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    loss = run_blocks(model, gather(leaves), x).square().sum()
-    loss.backward(retain_graph=True)
-    first = tree_map(torch.clone, gradients(leaves))
-    loss.backward()
-    return first, gradients(leaves)
-
-
 def _forward_mode(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
     with forward_ad.dual_level():
         duals = {key: forward_ad.make_dual(leaf, leaf.detach().cos()) for key, leaf in leaves.items()}
@@ -161,7 +153,6 @@ USES: dict[str, Callable[..., Any]] = {
     "blocks skipped": partial(_in_any_order, order=[0, 3]),
     "two losses, one backward": partial(_two_losses, at_once=True),
     "two losses, two backwards": partial(_two_losses, at_once=False),
-    "backward twice": _backward_twice,
     "forward mode": _forward_mode,
     "some inputs": _some_inputs,
     "hooks on parameters": _hooks_on_parameters,
