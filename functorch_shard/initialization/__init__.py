@@ -41,14 +41,10 @@ Init = Callable[[nn.Module], Any]
 _WHERE: tuple[Any, ...] = (Tensor.is_meta, Tensor.is_cpu, Tensor.is_cuda, Tensor.device)
 _BEFORE = (*(each.__get__ for each in _WHERE), Tensor.__setitem__)  # what looks at a device before it dispatches
 _DATA: Any = Tensor.data
-_RESETS = (
-    "Give the module, or one around it, a reset_parameters() that fills its parameters and buffers, give the model the "
-    "values of buffers that __init__ computes, or shard(model, layout, from_rank=0) a model with values."
-)
-_FUNCTION = (
-    "init is called with each module, children first, as by model.apply(init), and fills whole tensors of that module "
-    "or of modules inside. Let it call module.reset_parameters() where nothing else fills them, and give the model the "
-    "values of buffers that __init__ computes."
+_FILL = (
+    "reset_parameters() of each module, or init called with it, children first, fills whole tensors of that module or "
+    "of modules inside. Give the model the values of buffers that __init__ computes, or shard(model, layout, "
+    "from_rank=0) a model with values."
 )
 _SAME = "Every rank must initialise the same model with one seed, and init may not draw from generators of its own."
 
@@ -84,8 +80,8 @@ def init(
         TypeError: ``layout`` is not a layout.
         ValueError: the model is not the layout's, or parameters, or buffers without values, are left unfilled in part
             or whole; or ``init`` wrote to tensors outside of the module it was called with; all of them at once.
-        RuntimeError: a reset or ``init`` raised, or the ranks disagree about ``seed`` or the values. An error on one
-            rank comes on all.
+        RuntimeError: the ranks disagree about ``seed`` or the values. What a reset or ``init`` raises on one rank comes
+            on all.
 
     Cost:
         One all-gather of 32 bytes per axis. Memory: the shards, the buffers, and of whole tensors those of one module
@@ -117,7 +113,7 @@ def init(
             with outside_transforms():
                 filling = _Filling(model, layout, seed, init, lines)
                 problems = filling.fill()
-            reject("init", problems, _RESETS if init is None else _FUNCTION)
+            reject("init", problems, _FILL)
             return filling.trees()
 
     return mesh.agree("init", build, lambda _: [f"seed={seed}", *lines], _SAME)
@@ -177,19 +173,13 @@ class _Filling(TorchDispatchMode):
         self._prefix, named = prefix, {key: self._name_of(x) for key, x in _tensors(module, recurse=False).items()}
         own = {key: name for key, name in named.items() if name and self._may_fill(name)}
         self._own = {*own.values()}
-        try:
-            with self, _Properties(self):
-                if self._init:
-                    self._init(module)
-                else:
-                    digest = hashlib.sha256(f"{self._seed} {prefix}".encode()).digest()
-                    self._start_stream(int.from_bytes(digest[:8], "big"))
-                    getattr(module, self._resets[prefix])()
-        except Exception as error:
-            raise RuntimeError(
-                f"{type(error).__name__} raised by {self._caller(prefix)}: {error}. It is called on a copy of the "
-                "model, in which tensors that are not its own are on the meta device, without values."
-            ) from error
+        with self, _Properties(self):
+            if self._init:
+                self._init(module)
+            else:
+                digest = hashlib.sha256(f"{self._seed} {prefix}".encode()).digest()
+                self._start_stream(int.from_bytes(digest[:8], "big"))
+                getattr(module, self._resets[prefix])()
         self._leave()
         for key, name in own.items():
             if (new := getattr(module, key, None)) is not self._placeholders[name]:
@@ -247,7 +237,7 @@ class _Filling(TorchDispatchMode):
             if (storage := identity_of_storage(x)) in mine:
                 self._written.add(mine[storage])
             elif (name := self._name_of(x)) and self._init:  # resets write to ties, without an effect
-                self._problems[name] = f"written to by {self._caller(self._prefix)}"
+                self._problems[name] = f"written to by the call with {self._prefix!r}"
         result = func(*args, **kwargs)
         return optree.tree_map(lambda x: originals.get(id(x), x), result, none_is_leaf=True)  # where it works in place
 
@@ -270,11 +260,12 @@ class _Filling(TorchDispatchMode):
         """Keep ``x``, a buffer or this rank's part of a parameter that was filled, or note what is wrong with it."""
         if name not in self._unit_of:
             return
-        problem = _unfit(x, self._values[name])
-        if not problem and name in self._blank and (left := _count_blank(x)):
-            problem = f"{left:,} of {x.numel():,} elements left unfilled"
-        if problem:
-            self._problems[name] = f"{problem} by {self._caller(self._prefix)}"
+        like = self._values[name]
+        if x.shape != like.shape or x.dtype != like.dtype:
+            self._problems[name] = f"a tensor of shape {tuple(x.shape)}, {x.dtype} was put there"
+            return
+        if name in self._blank and (left := _count_blank(x)):
+            self._problems[name] = f"{left:,} of {x.numel():,} elements left unfilled"
             return
         self._filled.add(name)
         x, layout, slot = x.detach(), self._layout, self._layout.slots.get(name)
@@ -294,25 +285,12 @@ class _Filling(TorchDispatchMode):
     def _check(self) -> None:
         """Add the problems of tensors that were replaced, and of those that no call filled."""
         now = _tensors(self._double)
-        for name in [*self._placeholders, *(name for name in now if name not in self._placeholders)]:
+        for name in {**self._placeholders, **now}:
             if now.get(name) is not self._placeholders.get(name) or not now[name].is_meta:
-                self._problems[name] = f"replaced in another call than that of {self._title(name.rpartition('.')[0])}"
-        for name in (name for name in self._unit_of if name in self._blank and name not in self._filled):
-            owner, numel = name.rpartition(".")[0], self._values[name].numel()
-            around = [prefix for prefix in self._resets if below(name, prefix)]
-            problem = f"neither {self._title(owner)} nor a module around it has a reset"
-            if self._init or around:
-                caller = self._caller(owner if self._init else max(around, key=len))
-                problem = f"not filled by {caller}: {numel:,} elements"
-            if numel:
-                self._problems.setdefault(name, problem)
-
-    def _caller(self, prefix: str) -> str:
-        return f"{'init, called with' if self._init else f'{self._resets[prefix]} of'} {self._title(prefix)}"
-
-    def _title(self, prefix: str) -> str:
-        kind = type(self._model.get_submodule(prefix)).__name__
-        return f"{kind} {prefix!r}" if prefix else f"{kind}, the model itself"
+                self._problems[name] = "replaced by the call with another module"
+        for name in self._unit_of:
+            if name in self._blank and name not in self._filled and self._values[name].numel():
+                self._problems.setdefault(name, "not filled")
 
     def _start_stream(self, number: int) -> None:
         """Seed the random numbers. torch's CPU generator takes 32 bits of the seed, CUDA's all of it."""
@@ -358,15 +336,6 @@ def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
     """Parameters and buffers under all of their names."""
     parameters = module.named_parameters(recurse=recurse, remove_duplicate=False)
     return dict([*parameters, *module.named_buffers(recurse=recurse, remove_duplicate=False)])
-
-
-def _unfit(got: Any, expected: Tensor) -> str:
-    if not isinstance(got, Tensor):
-        return f"put {type(got).__name__} there, expected a tensor"
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        form = f"shape {tuple(got.shape)}, {got.dtype}"
-        return f"put a tensor of {form} there, expected {tuple(expected.shape)}, {expected.dtype}"
-    return "put a tensor without values there, on the meta device" if got.is_meta else ""
 
 
 def _blank_of(dtype: torch.dtype) -> float | int:

@@ -19,7 +19,6 @@ from tests.support.memory import (
     model_of_equal_units,
     training,
 )
-from tests.support.models import on_meta
 
 
 def test_the_counter_sees_every_byte_and_what_was_freed_again() -> None:
@@ -89,20 +88,3 @@ def test_while_one_rank_sends_its_values_each_holds_its_shards_and_two_units() -
     for live in run_ranks(sharded_from_rank_0, RANKS):
         shards = UNITS * UNIT // RANKS
         assert shards <= live.growth("start", "end") < shards + 2 * UNIT + 3000  # what is said about errors
-
-
-def initialised_on_this_rank() -> LiveBytes:
-    model = on_meta(model_of_equal_units)
-    layout = fs.plan(model, fs.init_mesh())
-    with LiveBytes() as live:
-        live.mark("start")
-        params, _ = fs.init(model, layout)
-        live.mark("end")
-    assert len(params) == UNITS
-    return live
-
-
-def test_a_rank_that_initializes_holds_its_shards_and_one_unit() -> None:
-    for live in run_ranks(initialised_on_this_rank, RANKS):
-        shards = UNITS * UNIT // RANKS
-        assert shards <= live.growth("start", "end") < shards + UNIT + 20_000  # the state of the random numbers, twice
