@@ -1,4 +1,4 @@
-"""Compressed communication: all-gather shards as int8 or float8 blocks, or with your own ``(encode, decode)``.
+"""Compressed communication: all-gather shards as int8 blocks, or with your own ``(encode, decode)``.
 
 ``gather(params, codec=fs.codecs.int8())`` gathers encoded shards. A codec is a pair of pure functions. ``encode`` takes
 1-D elements and returns any pytree of tensors whose shapes depend on their number only; ``decode`` takes that tree and
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..communication.backend import Work
 from ..torch_internals.autograd import Function, traced_for_compiler
 
-__all__ = ["Codec", "float8", "int8"]
+__all__ = ["Codec", "int8"]
 
 # Every message is a multiple of the largest item (complex128), so that each begins where any dtype may.
 _ALIGNMENT = 16
@@ -52,49 +52,27 @@ def int8(block: int = 256) -> Codec:
         >>> decode(encode(torch.tensor([127.0, 1.4, 0.0])))
         tensor([127.,   1.,   0.])
     """
-    blocks = _Blocks(torch.int8, 127.0, block)
-    return Codec(blocks.encode, blocks.decode)
-
-
-def float8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn) -> Codec:
-    """Blocks of float8 and a float32 scale for each: ``1 + 4 / block`` bytes an element, also where gloo has no float8.
-
-    What comes back keeps 3 bits behind the leading one (2 with ``float8_e5m2``).
-
-    Args:
-        block: elements that share a scale.
-        dtype: a float8 dtype with a sign.
-
-    Example:
-        >>> encode, decode = float8()
-        >>> decode(encode(torch.tensor([448.0, 17.0, -3.0])))
-        tensor([448.,  16.,  -3.])
-    """
-    blocks = _Blocks(dtype, torch.finfo(dtype).max, block)
+    blocks = _Blocks(block)
     return Codec(blocks.encode, blocks.decode)
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Elements as multiples of their block's scale, none larger than ``largest``."""
+    """Elements as multiples of their block's scale, none larger than 127."""
 
-    dtype: torch.dtype
-    largest: float
     block: int
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = self._rows(x.float())
-        scales = torch.linalg.vector_norm(rows, torch.inf, 1) / self.largest
+        scales = torch.linalg.vector_norm(rows, torch.inf, 1) / 127.0
         scales = torch.where(scales.isfinite(), scales, torch.nan)  # the values of the block are lost: show it
         too_small = scales < torch.finfo(scales.dtype).tiny  # to be divided by
         quotients = rows * torch.where(too_small, 0.0, 1 / scales).unsqueeze(1)
-        values = quotients if self.dtype.is_floating_point else quotients.round_()
-        return values.to(self.dtype).flatten()[: x.numel()], scales
+        return quotients.round_().to(torch.int8).flatten()[: x.numel()], scales
 
     def decode(self, encoded: tuple[Tensor, Tensor]) -> Tensor:
         values, scales = encoded
-        rows = self._rows(values.float() if self.dtype.is_floating_point else values)
-        return (rows * scales.unsqueeze(1)).flatten()[: values.numel()]
+        return (self._rows(values) * scales.unsqueeze(1)).flatten()[: values.numel()]
 
     def _rows(self, x: Tensor) -> Tensor:
         rest = -x.numel() % self.block
@@ -109,11 +87,6 @@ class Form:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     numel: int
-
-
-def encoding(codec: Any) -> RowEncoding:
-    """Return the encoding of rows by ``codec``, a pair ``(encode, decode)``."""
-    return RowEncoding(Codec(*codec))
 
 
 @dataclass(frozen=True)
@@ -160,13 +133,7 @@ class RowEncoding:
         parts = message[: sum(sizes)].split(sizes)
         bits: list[Any] = [_Bits.apply(part, dtype) for part, dtype in zip(parts, form.dtypes, strict=True)]
         leaves = [x.view(shape) for x, shape in zip(bits, form.shapes, strict=True)]
-        x = self.codec.decode(optree.tree_unflatten(form.treedef, leaves))
-        if not isinstance(x, Tensor) or tuple(x.shape) != (form.numel,):
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"codec: decode returned {got}, expected a tensor of the shape ({form.numel},) that was encoded"
-            )
-        return x
+        return self.codec.decode(optree.tree_unflatten(form.treedef, leaves))
 
 
 class _Bits(Function):

@@ -123,9 +123,9 @@ def _gather(params: Sharded, lazy: bool | None, dtype: torch.dtype | None, codec
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
     if codec is not None:
-        from ..codecs import encoding
+        from ..codecs import Codec, RowEncoding
 
-        codec = encoding(codec)
+        codec = RowEncoding(Codec(*codec))
     shards, layout = dict(params.items()), params.layout
     check_shards("gather", shards, layout)
     mesh, buffers, whole = layout.mesh, layout.buffers, dict[str, Tensor]()

@@ -20,7 +20,7 @@ from tests.support.ranks import HYBRID, Ranks, gloo
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 AXES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, HYBRID, {"replicate": 2, "shard": 1}]
-CODECS: dict[str, Callable[[], Any]] = {"int8": fs.codecs.int8, "float8": lambda: fs.codecs.float8(block=3)}
+CODECS: dict[str, Callable[[], Any]] = {"int8": fs.codecs.int8, "int8 in blocks of 3": lambda: fs.codecs.int8(block=3)}
 Bytes = dict[tuple[str, str], tuple[int, int]]  # number of collectives and bytes of their operands, by axis and kind
 
 
