@@ -22,11 +22,9 @@ from ..communication.wrappers import skip
 from ..containers import opened, place
 from ..layout.layout import as_stored, select_buffers
 from ..layout.trees import Sharded, is_node
-from ..mesh.init import init_mesh
 from ..mesh.mesh import Mesh, simulated_mesh
 from ..sharding.gather import gather
 from ..sharding.shard import copy_dims
-from .processes import run_ranks
 
 Axes = int | Mapping[str, int]
 Program = Callable[[Mesh], Any]
@@ -70,9 +68,10 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _difference(path: str, got: Any, want: Any, rtol: float | None, atol: float | None) -> list[str]:
-    tensors = isinstance(got, Tensor) and isinstance(want, Tensor)
-    if not tensors and (type(got) is not type(want) or not _has_tolerance(got)):
-        return [] if type(got) is type(want) and got == want else [f"{path}: got {got!r}, expected {want!r}"]
+    alike = type(got) is type(want)
+    number = isinstance(got, (float, complex)) or getattr(getattr(got, "dtype", None), "kind", None) in {*"biufc"}
+    if not (isinstance(got, Tensor) and isinstance(want, Tensor)) and not (alike and number):
+        return [] if alike and got == want else [f"{path}: got {got!r}, expected {want!r}"]
     try:
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
     except AssertionError as error:
@@ -80,16 +79,10 @@ def _difference(path: str, got: Any, want: Any, rtol: float | None, atol: float 
     return []
 
 
-def _has_tolerance(x: Any) -> bool:
-    """Whether it is a float, a complex number, or an array of numbers of numpy."""
-    return isinstance(x, (float, complex)) or getattr(getattr(x, "dtype", None), "kind", None) in {*"biufc"}
-
-
 def assert_rank_invariant(
     program: Program,
     meshes: Sequence[Axes | Mesh] = (1, 2, 3, {"replicate": 2, "shard": 2}),
     *,
-    real: Sequence[Axes] = (),
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
@@ -103,9 +96,8 @@ def assert_rank_invariant(
             It returns whole values: what ``mesh.spmd(..., out_dims=None)`` or ``gather`` returns outside of ``spmd``.
             A ``Sharded`` in the tree is gathered, in its stored dtypes, after its copies were compared.
         meshes: numbers of ranks, sizes of axes by name, for simulated ranks; or meshes. The first one is what the
-            others are compared with: of one rank, it communicates nothing.
-        real: numbers or sizes of gloo ranks; each of them has to give the same. ``run_ranks`` starts them, so
-            ``program`` is a function of a module.
+            others are compared with: of one rank, it communicates nothing. In a function that :func:`run_ranks` runs,
+            ``[1, fs.init_mesh()]`` compares real ranks.
         rtol, atol: as in :func:`assert_trees_close`. Sums over ranks are rounded in other places than those of one
             batch, so use float64.
 
@@ -136,23 +128,10 @@ def assert_rank_invariant(
     first, *others = (each if isinstance(each, Mesh) else simulated_mesh(each) for each in meshes)
     expected = _whole(program(first))
     for mesh in others:
-        _compare(_whole(program(mesh)), expected, f"on {mesh}, unlike {first}:", rtol, atol)
-    for axes in real:
-        sizes = {"shard": axes} if isinstance(axes, int) else dict(axes)
-        results = run_ranks(_on_this_rank, torch.Size(sizes.values()).numel(), program, sizes)
-        for rank, result in enumerate(results):
-            _compare(result, expected, f"on rank {rank} of real ranks {sizes}, unlike {first}:", rtol, atol)
-
-
-def _on_this_rank(program: Program, axes: Mapping[str, int]) -> Any:
-    return _whole(program(init_mesh(axes)))
-
-
-def _compare(tree: Any, expected: Any, where: str, rtol: float | None, atol: float | None) -> None:
-    try:
-        assert_trees_close(tree, expected, rtol=rtol, atol=atol)
-    except AssertionError as error:
-        raise AssertionError(f"assert_rank_invariant: {where}\n{error}") from None
+        try:
+            assert_trees_close(_whole(program(mesh)), expected, rtol=rtol, atol=atol)
+        except AssertionError as error:
+            raise AssertionError(f"assert_rank_invariant: on {mesh}, unlike {first}:\n{error}") from None
 
 
 def _whole(tree: Any) -> Any:

@@ -93,14 +93,11 @@ class OwnRefused(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.is_grad_enabled() and any(map(_requires_grad, optree.tree_leaves(result))):
-            given: Any = args, kwargs
+        given: Any = args, kwargs
+        made = [x for x in optree.tree_leaves(result) if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in made):
             for x in optree.tree_leaves(given):
                 if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.used:
                     what = f"a module's own parameter of shape {tuple(x.shape)}, {x.dtype}, which forward did not use"
                     raise RuntimeError(f"grad: backward differentiates {what}. {_LATE}")
         return result
-
-
-def _requires_grad(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.requires_grad

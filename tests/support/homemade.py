@@ -131,14 +131,6 @@ class FlipsMatrices(Base):
         param.sub_(group["lr"] * (grad.flip(0) if grad.ndim else grad))
 
 
-class BySize(Base):
-    """As classes that keep the state of large tensors in eight bits: another algorithm from 4096 elements."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        large = param.numel() >= 4096 and param.numel() % 256 == 0
-        param.sub_(group["lr"] * ((grad * 16).round() / 16 if large else grad))
-
-
 class Lists(Base):
     """As AggMo: a list of momentums."""
 

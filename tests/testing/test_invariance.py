@@ -11,6 +11,7 @@ import torch
 import functorch_shard as fs
 from examples.unit_test_your_sharding import first_step
 from functorch_shard.testing import assert_rank_invariant, count_collectives, mutants
+from tests.support.pool import run_ranks
 
 HYBRID = {"replicate": 2, "shard": 2}
 close = partial(assert_rank_invariant, rtol=0, atol=1e-12)
@@ -20,8 +21,8 @@ def size_of(mesh: fs.Mesh) -> Any:
     return {"same": 1, "sizes": [mesh.size]}
 
 
-def number_of_the_rank(mesh: fs.Mesh) -> int:
-    return mesh.rank
+def on_this_rank(axes: Any, program: Any) -> None:
+    close(program, [1, fs.init_mesh(axes)])
 
 
 def failure(program: Any, *args: Any, **options: Any) -> str:
@@ -31,7 +32,8 @@ def failure(program: Any, *args: Any, **options: Any) -> str:
 
 
 def test_a_step_is_the_same_on_simulated_and_on_real_ranks() -> None:
-    close(first_step, [1, {"replicate": 3, "shard": 1}, fs.init_mesh()], real=[2, HYBRID])
+    close(first_step, [1, {"replicate": 3, "shard": 1}, fs.init_mesh()])
+    run_ranks(on_this_rank, 4, HYBRID, first_step)
 
 
 def test_each_collective_of_a_step_has_a_mutant_of_each_change() -> None:
@@ -50,7 +52,8 @@ def test_each_collective_of_a_step_has_a_mutant_of_each_change() -> None:
 
 def test_a_mutant_is_noticed_on_real_ranks() -> None:
     dropped = next(m for m in mutants(first_step) if m.collective.kind == "psum_scatter")
-    assert "on rank 0 of real ranks {'shard': 2}" in failure(dropped, [1], real=[2])
+    with pytest.raises(AssertionError, match=r"on Mesh\(shard=2, cpu\), unlike Mesh\(shard=1"):
+        run_ranks(on_this_rank, 2, {"shard": 2}, dropped)
 
 
 def test_the_first_mesh_that_differs_and_its_leaves_are_named_with_the_difference() -> None:
@@ -58,7 +61,6 @@ def test_the_first_mesh_that_differs_and_its_leaves_are_named_with_the_differenc
     assert lines[0] == "assert_rank_invariant: on Mesh(a=3, simulated, cpu), unlike Mesh(shard=1, simulated, cpu):"
     assert lines[1:] == ["1 leaf differs:", "  ['sizes'][0]: got 3, expected 1"]
     assert "Absolute difference: 1.0" in failure(lambda mesh: {"w": torch.tensor(float(mesh.size))}, [2, 3])
-    assert "rank 1 of real ranks {'shard': 2}" in failure(number_of_the_rank, [1], real=[2])
 
 
 def test_a_value_of_each_rank_is_no_whole_value() -> None:

@@ -15,9 +15,7 @@ from tests.support import homemade
 NOT_ELEMENTWISE: list[tuple[Any, dict[str, Any], str]] = [
     (homemade.TrustRatio, {}, "it calls linalg_vector_norm"),
     (homemade.Cautious, {"caution": True}, "it calls mean"),
-    (homemade.Estimates, {}, "it calls sum"),
     (homemade.FlipsMatrices, {}, "parts of tensors are updated otherwise"),
-    (homemade.BySize, {}, "parts of tensors are updated otherwise"),
     (homemade.OnItself, {}, "stores outside of self.state"),
     (homemade.Lists, {}, "its state cannot be sharded like its parameter: 'momentums' is a list"),
     (homemade.ChangesItsRate, {}, r"it changes its own options \(lr\)"),
