@@ -61,7 +61,7 @@ class DTensorForm:
         return f"DTensor of shape {self.shape}, {' '.join(self.placements)} over {axes_text(dict(self.axes))}"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Slot:
     """One parameter's place in its buffer; ``index`` is its position among the source's parameters.
 
@@ -80,12 +80,8 @@ class Slot:
     def end(self) -> int:
         return self.offset + self.numel
 
-    def __repr__(self) -> str:
-        part = f", local part of a {self.dtensor}" if self.dtensor else ""
-        return f"Slot({self.name!r}, shape {self.shape}, {self.dtype}, at {self.offset}{part})"
 
-
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Buffer:
     """One flat tensor of one dtype, label and trainability, with one slot or more; ``numel`` includes padding."""
 
@@ -94,7 +90,7 @@ class Buffer:
     trainable: bool
     numel: int
     num_shards: int
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot, ...] = field(repr=False)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -137,24 +133,14 @@ class Buffer:
         bounds = [0, *(edge for slot in self.slots for edge in (slot.offset, slot.end)), self.numel]
         return [b - a for a, b in pairwise(bounds)]
 
-    def __repr__(self) -> str:
-        frozen = "" if self.trainable else ", frozen"
-        shards = f"{self.num_shards} shards of {self.shard_numel:,} elements"
-        return f"Buffer({self.key!r}, {len(self.slots)} parameters, {shards}, {self.dtype}{frozen})"
 
-
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True)
 class Unit:
     """The buffers that are gathered together, for example those of a transformer block, and their dtypes."""
 
     name: str
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[Buffer, ...] = field(repr=False)
     precision: MixedPrecision = field(default_factory=MixedPrecision)
-
-    def __repr__(self) -> str:
-        numel, count = sum(buffer.numel for buffer in self.buffers), len(self.buffers)
-        buffers = "1 buffer" if count == 1 else f"{count} buffers"
-        return f"Unit({self.name!r}, {buffers}, {numel:,} elements, {self.precision!r})"
 
 
 def padded(numel: int, step: int) -> int:

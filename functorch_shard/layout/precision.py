@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
-import optree
 import torch
-from torch import Tensor
-
-from ..containers import opened
-
-Tree = TypeVar("Tree")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class MixedPrecision:
     """Dtypes of a step, with FSDP's names and meanings: ``plan(model, mesh, precision=MixedPrecision(...))``.
 
@@ -40,9 +33,6 @@ class MixedPrecision:
         >>> params = fs.shard(values, layout)
         >>> params["fc"].dtype, fs.gather(params)["fc.w"].dtype
         (torch.float32, torch.bfloat16)
-        >>> x, labels = bf16.cast_inputs((torch.ones(2), torch.tensor([3])))
-        >>> x.dtype, labels.dtype
-        (torch.bfloat16, torch.int64)
 
     Stands for ``MixedPrecision`` of FSDP1 and ``MixedPrecisionPolicy`` of FSDP2.
     """
@@ -56,19 +46,6 @@ class MixedPrecision:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"MixedPrecision: {name}: got {dtype!r}, expected a floating-point dtype or None")
-
-    def __repr__(self) -> str:
-        chosen = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"MixedPrecision({', '.join(chosen)})"
-
-    def cast_inputs(self, tree: Tree) -> Tree:
-        """Cast the real floating-point tensors of any pytree to ``param_dtype``: the inputs of a model."""
-        if self.param_dtype is None:
-            return tree
-        given: Any = opened(tree)
-        cast = lambda x: x.to(self.param_dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
-        made: Any = optree.tree_map(cast, given, none_is_leaf=True)
-        return made
 
 
 def buffer_dtypes(

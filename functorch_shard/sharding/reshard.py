@@ -16,9 +16,9 @@ from ..collectives.sinks import CALLED_INSIDE, refuse_derivatives
 from ..communication.process_group import connect, exchange
 from ..communication.simulated import RUN
 from ..containers import place
-from ..errors import name_problems, reject
+from ..errors import reject
 from ..layout.layout import Layout, holders_of, lines_of, rank_dims
-from ..layout.trees import Sharded, check_layout, is_node, is_number, rows_here, take_tensors
+from ..layout.trees import Sharded, check_layout, is_number, rows_here, take_tensors
 from ..mesh.mesh import Mesh
 
 Tree = TypeVar("Tree")
@@ -43,7 +43,7 @@ def reshard(tree: Tree, layout: Layout) -> Tree:
         a new buffer had no leaf, as frozen ones have no state, it has none.
 
     Raises:
-        TypeError: a ``Full`` or no ``Sharded`` in ``tree``, or ``layout`` is not a layout.
+        TypeError: ``layout`` is not a layout.
         ValueError: parameters that the two layouts do not agree about; leaves that do not fit; a new buffer that takes
             parameters from leaves of different kinds or step counts. All offenders of a kind at once.
         RuntimeError: inside ``spmd`` on simulated ranks, inside a transform, or of what ``fs.grad`` differentiates by;
@@ -71,7 +71,7 @@ def reshard(tree: Tree, layout: Layout) -> Tree:
         raise RuntimeError(CALLED_INSIDE.format("reshard"))
     refuse_derivatives("reshard", take_tensors(tree)[0])
     given: Any = tree
-    layouts = [x.layout for x in optree.tree_leaves(given, is_leaf=is_node) if isinstance(x, Sharded)]
+    layouts = [x.layout for x in optree.tree_leaves(given, is_leaf=_is_sharded) if _is_sharded(x)]
     layouts = layouts or [x for x in [layout] if isinstance(x, Layout)]  # ranks with wrong arguments take part too
     begin = lambda: _moves(tree, layout)  # noqa: E731
     if layouts and (mesh := layouts[0].mesh).size > 1 and mesh.processes:
@@ -87,7 +87,8 @@ def reshard(tree: Tree, layout: Layout) -> Tree:
         from ..gloo.lost_ranks import raise_named
 
         raise_named(error, "reshard")
-    moved: Any = optree.tree_map(lambda x: next(made) if is_node(x) else x, given, is_leaf=is_node, none_is_leaf=True)
+    put = lambda x: next(made) if _is_sharded(x) else x  # noqa: E731
+    moved: Any = optree.tree_map(put, given, is_leaf=_is_sharded, none_is_leaf=True)
     return moved
 
 
@@ -226,20 +227,20 @@ def _moves(tree: Any, layout: Layout) -> list[_Move]:
 
 def _nodes(tree: Any) -> dict[str, Sharded]:
     """The ``Sharded`` nodes of ``tree`` by path, with leaves that fit them."""
-    paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_node)
-    nodes = {place(path) or "the tree": x for path, x in zip(paths, leaves, strict=True) if isinstance(x, Sharded)}
-    if any(is_node(x) and not isinstance(x, Sharded) for x in leaves) or (leaves and not nodes):
-        got = "a Full" if any(map(is_node, leaves)) else "no Sharded"
-        expected = "expected a pytree with Sharded nodes; shard(full, layout) slices whole parameters."
-        raise TypeError(f"reshard: tree: got {got}, {expected}")
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=_is_sharded)
+    nodes = {place(path) or "the tree": x for path, x in zip(paths, leaves, strict=True) if _is_sharded(x)}
     problems = []
     for path, node in nodes.items():
-        dims, buffers = rank_dims(node.layout), node.layout.buffers
-        shapes = {key: [(*dims, buffers[key].shard_numel), dims] if key in buffers else [] for key in node}
-        wrong = [key for key, x in node.items() if isinstance(x, Tensor) and tuple(x.shape) not in shapes[key]]
-        problems += [f"{path}: {key!r}: got shape {tuple(node[key].shape)}, expected {shapes[key]}" for key in wrong]
+        dims = rank_dims(node.layout)
+        shapes = {key: [(*dims, buffer.shard_numel), dims] for key, buffer in node.layout.buffers.items()}
+        wrong = {key: x.shape for key, x in node.items() if isinstance(x, Tensor) and x.shape not in shapes[key]}
+        problems += [f"{path}: {key!r}: got {tuple(x)}, expected {shapes[key]}" for key, x in wrong.items()]
     reject("reshard: tree", problems, "A leaf is a shard, a number for its whole buffer, or None.")
     return nodes
+
+
+def _is_sharded(x: Any) -> bool:
+    return isinstance(x, Sharded)
 
 
 def _old_ranks(old: Mesh, new: Mesh) -> list[int]:
@@ -262,11 +263,7 @@ def _check_same_parameters(old: Layout, new: Layout) -> None:
         | {alias: f"tied to {name!r}" for alias, name in layout.aliases}
         for layout in (old, new)
     )
-    problems = name_problems(was, now)
-    differ = [name for name in was if now.get(name, was[name]) != was[name]]
-    problems += [f"{name!r}: {was[name]} in the tree; {now[name]} in the layout" for name in differ]
-    advice = (
-        "Plan the new layout from the same model. A change of values is shard(full, layout); DTensors get other "
-        "placements by checkpoint.save and load."
-    )
+    differ = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    problems = [f"{name!r}: {was.get(name)} in the tree; {now.get(name)} in the layout" for name in differ]
+    advice = "Plan the new layout from the same model, with DTensors in the same placements."
     reject("reshard", problems, advice)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..collectives.rules import across, within
-from ..errors import first_difference
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout, lines_of
+from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, check_layout, map_items, pack
 from ..layout.validation import check_grads
 from ..storage.memory_kind import to_working_device
@@ -123,8 +122,7 @@ def accumulate(total: Tree | None, grads: Tree) -> Tree:
     before = type(grads)(dict.fromkeys(grads), grads.layout) if total is None else total
     layout = grads.layout
     if isinstance(grads, Sharded) and before.layout != layout:  # full gradients are by name in any layout
-        mine, theirs = first_difference(lines_of(before.layout), lines_of(layout)) or ("", "")
-        raise ValueError(f"accumulate: total and grads have different layouts: {mine} and {theirs}")
+        raise ValueError("accumulate: total and grads have different layouts")
 
     def added(name: str, x: Tensor | None) -> Tensor | None:
         if x is None:

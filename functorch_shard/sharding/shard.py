@@ -147,8 +147,8 @@ def merge(tree: Sharded, *more: Sharded) -> Sharded:
         True
     """
     trees = (tree, *more)
-    if others := [type(part).__name__ for part in trees if not isinstance(part, Sharded)]:
-        raise TypeError(f"merge: got {', '.join(others)}, expected a Sharded for each part.")
+    for part in trees:
+        check_sharded("merge", part)
     if not more:
         return tree
     layout = merged(tree.layout, [part.layout for part in more])

@@ -169,12 +169,7 @@ def test_a_mean_of_float16_does_not_overflow_where_its_sum_would() -> None:
             assert torch.equal(fs.gather(grads, dtype=F32)["w"], torch.full((3,), total))
 
 
-def test_inputs_are_cast_to_the_dtype_that_is_computed_in() -> None:
-    tree: dict[str, Any] = {"x": torch.ones(2), "n": torch.ones(2, dtype=torch.int32), "text": "left", "none": None}
-    tree |= {"mask": torch.ones(1, dtype=torch.bool), "z": torch.ones(1, dtype=torch.complex64)}
-    done = fs.MixedPrecision(BF16).cast_inputs((tree, [tree["x"].half()]))
-    assert_trees_close(done, ({**tree, "x": tree["x"].to(BF16)}, [torch.ones(2, dtype=BF16)]))
-    assert fs.MixedPrecision().cast_inputs(tree) is tree
+def test_dtypes_that_are_not_of_floating_point_are_refused() -> None:
     for name, wrong in {"param_dtype": "bfloat16", "reduce_dtype": torch.int8}.items():
         text = refused(fs.MixedPrecision, **{name: wrong})
         assert text == f"TypeError: MixedPrecision: {name}: got {wrong!r}, expected a floating-point dtype or None"

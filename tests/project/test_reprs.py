@@ -20,13 +20,11 @@ UNIT = next(unit for unit in LAYOUT.units if unit.name == "blocks.11")
 ADAMW = fs.optimizer(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 EXPECTED: list[tuple[Any, str]] = [
     (LAYOUT, "Layout(13 units, 26 parameters, 14,784 elements, replicate=2 x shard=4)"),
-    (UNIT, "Unit('blocks.11', 1 buffer, 1,056 elements, MixedPrecision("),
-    (UNIT.buffers[0], "Buffer('blocks.11', 2 parameters, 4 shards of 264 elements, torch.float32)"),
-    (LAYOUT.buffers["head/frozen"], ", torch.float32, frozen)"),
-    (UNIT.buffers[0].slots[-1], "Slot('blocks.11.bias', shape (32,), torch.float32, at "),
+    (UNIT, "Unit(name='blocks.11', precision=MixedPrecision("),
+    (UNIT.buffers[0], "Buffer(key='blocks.11', label='', trainable=True, numel=1056, num_shards=4)"),
     (MESH, "Mesh(replicate=2 x shard=4, simulated, cpu)"),
     (MESH["shard"], "Axis(name='shard', size=4)"),
-    (PRECISION, "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"),
+    (PRECISION, "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep"),
     (ADAMW, "Optimizer(AdamW, lr=0.001, weight_decay=0.1)"),
     (fs.LossScale.dynamic(), "LossScale(initial=65536.0, growth=2.0, "),
     (fs.estimate(LAYOUT, ADAMW), "Estimate(peak "),
