@@ -93,8 +93,7 @@ def skip(*kinds: str) -> Callable[[Axis], Axis]:
     """Send no collective of these kinds: results have the right shapes and dtypes, and numbers that mean nothing.
 
     For :meth:`Mesh.with_backend`. Every rank keeps what it has, as if it were alone: a gather has this rank's own part
-    in the place of each, so arithmetic on it takes as long as ever and indices stay valid. Results take memory as
-    usual. What ``plan`` compares between ranks is still sent.
+    in the place of each, so indices stay valid. What ``plan`` compares between ranks is still sent.
 
     Args:
         kinds: such as ``"all_gather"``. Gradients are reduced by ``"psum_scatter"``, between replicas by ``"psum"``,
@@ -115,8 +114,6 @@ def skip(*kinds: str) -> Callable[[Axis], Axis]:
         >>> mesh.spmd(lambda x: fs.collectives.psum_scatter(x, mesh))(rows)
         tensor([[ 1],
                 [40]])
-
-    Stands for ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE``.
     """
     known = [kind for kind, law in KINDS.items() if not law.begins and kind != "ragged_all_to_all"]
     unknown = [f"{kind!r}: expected one of {', '.join(known)}" for kind in kinds if kind not in known]

@@ -78,8 +78,6 @@ def compile(step: Callable[..., Any], *, backend: str | Backend = "inductor") ->
         >>> step(params, torch.tensor([[1.0, 2.0], [5.0, 6.0]]))["fc"]   # row r = rank r: the mean of both, sharded
         tensor([[3.],
                 [4.]])
-
-    Does for this library what ``torch.compile`` of SimpleFSDP and the graph trainer of torchtitan do.
     """
     return Compiled(step, backend)
 

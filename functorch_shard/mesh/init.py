@@ -33,17 +33,14 @@ def init_mesh(
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL), also with a number, ``"cuda:1"``, which becomes the current
             device. Unless given: CUDA where there is one, and of a process group that exists, what it was made for.
         timeout: how long a collective waits for other ranks, in seconds or as a ``timedelta``, on every axis; torch's
-            default (gloo 30 minutes, NCCL 10) unless given. Only for a process group that is made here, where
-            ``RANK`` and ``WORLD_SIZE`` are set: the axes have that of one that exists.
+            default unless given. Only for a process group that is made here: the axes have that of one that exists.
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks; the message gives the product. Or a ``timeout``
             without a process group that is made here. Or ``srun`` or ``mpirun`` started several processes, without
             ``RANK`` and ``WORLD_SIZE``: each would be a job of its own. ``init_mesh(1)`` asks for that.
         RuntimeError: later, from a collective of gloo ranks: another rank has ended, or stalled for longer than the
-            timeout. It names that rank, by its number in the default group, with torch's error as its cause, up to a
-            tenth of the timeout later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog
-            ends the process instead, unless torch is configured to raise.
+            timeout. The message names it, by its number in the default group. NCCL's own watchdog ends the process.
 
     Cost:
         Makes a process group per axis, as torch's ``init_device_mesh``.

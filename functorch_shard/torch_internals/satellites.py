@@ -61,8 +61,7 @@ class RefusedError(NotImplementedError):
 
 ON_VALUES = (
     "Here a value of a tensor is read (.item(), float(), an if, .numpy()), or a shape depends on values (a boolean "
-    "mask, nonzero). Only shapes are known when a step is recorded. torch.where and arithmetic work on all values; "
-    "return what is to be read, and read it outside of the step."
+    "mask, nonzero). torch.where and arithmetic work on all values; return what is to be read outside of the step."
 )
 _IN_BACKWARD = (
     "Here random numbers are drawn again in backward, by a torch.utils.checkpoint or fs.remat whose function draws "
@@ -71,8 +70,7 @@ _IN_BACKWARD = (
 )
 _GENERATOR = (
     "Here a generator is seeded, or random numbers are drawn from one of the program's own: a graph draws from torch's "
-    "default generators, as it runs. Draw before the step and pass the numbers, or seed outside of it. "
-    "fs.curvature.randn_like has a seed as argument."
+    "default generators, as it runs. Draw before the step and pass the numbers, or seed outside of it."
 )
 _ASSIGNED = (
     "The step assigns {names}. Python runs when a step is recorded, and not when the recording runs: later calls would "
