@@ -188,8 +188,6 @@ def apply(
 
     Raises:
         ValueError: as :func:`bind`. Or the model added or removed a buffer, or assigned to one of two that are tied.
-        RuntimeError: on batched simulated ranks, BatchNorm with ``momentum=None``, which divides by a number that it
-            reads from a buffer.
 
     Cost:
         Those of :func:`bind`, and two copies of the buffers.

@@ -213,20 +213,17 @@ class Optimizer(Static):
         new = _by_name(updated, layout, {PARAM: params, **state})
         return new.pop(PARAM), new
 
-    def state_dict(self, state: OptState, params: Sharded, **overrides: Any) -> dict[str, Any]:
+    def state_dict(self, state: OptState, params: Sharded) -> dict[str, Any]:
         """Return the state and its options in the format of torch's ``get_optimizer_state_dict``, for a checkpoint.
 
         Args:
             state: from :meth:`init` or :meth:`step`.
             params: the parameters that it is the state of; only their layout is used.
-            overrides: options of the last step, for example ``lr=schedule(i)``.
 
         Returns:
             ``{"state": state, "param_groups": [{"params": names, "lr": ..., ...}]}``, one group for each label. The
-            groups are for other programs: here options come from the optimizer and the step; load ``{"state": state}``.
-
-        Raises:
-            TypeError: an option that the class does not have.
+            groups are for other programs, and may be written to: their options are those of the optimizer, not of a
+            step. Here options come from the optimizer and the step; load ``{"state": state}``.
 
         Cost:
             No collectives, no copies.
@@ -238,11 +235,9 @@ class Optimizer(Static):
             >>> group["params"], group["lr"], group["nesterov"]
             (['w'], 0.1, False)
         """
-        self.check_options(overrides)
         groups = []
         for part in self._parts(params.layout):
-            own = part.opt.options_of(part.buffers, overrides if part.opt is self else _NONE)
-            for label, options in own.items():
+            for label, options in part.opt.options_of(part.buffers).items():
                 same = {key: buffer for key, buffer in part.buffers.items() if buffer.label == label}
                 (group,) = part.opt.cls([torch.zeros(1, 1)], **options).param_groups
                 names = [slot.name for buffer in same.values() for slot in buffer.slots]
