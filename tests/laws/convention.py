@@ -10,7 +10,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import functional_call
 
 import functorch_shard as fs
 
@@ -115,10 +115,7 @@ def penalty_on_inputs(side: Side, p: Tree, s: Samples) -> Tensor:
 
 # What is differentiated by p at the end, and what is so from the start.
 TASKS: dict[str, Callable[[Side, Tree, Tree, Samples], Tree]] = {
-    "plain gradient": lambda a, p, v, s: a.outer(lambda p: a.loss(p, s.x, s.y))(p),
-    "forward over reverse": lambda a, p, v, s: jvp(lambda p: a.gradient(p, s.x, s.y), (p,), (v,))[1],
     "reverse over reverse": lambda a, p, v, s: a.outer(lambda p: a.dot(a.gradient(p, s.x, s.y), v))(p),
-    "reverse over forward": lambda a, p, v, s: a.outer(lambda p: jvp(lambda p: a.loss(p, s.x, s.y), (p,), (v,))[1])(p),
     "through one step": lambda a, p, v, s: a.outer(lambda p: a.loss(a.step(p, s), s.next_x, s.next_y))(p),
     "through three steps": lambda a, p, v, s: a.outer(
         lambda p: a.loss(a.step(a.step(a.step(p, s), s), s), s.next_x, s.next_y)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from hashlib import sha256
 from itertools import product
-from math import prod
 from typing import Any
 
 import optree
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
@@ -165,64 +164,20 @@ class Training:
             series.append({name: x.detach().clone() for name, x in tensors.items()})
 
 
-def reference(
-    case: Case,
-    axes: Mapping[str, int],
-    dtype: torch.dtype,
-    precision: fs.MixedPrecision | None = None,
-    side: str = "one by one",
-) -> Training:
+def reference(case: Case, num_ranks: int, dtype: torch.dtype) -> Training:
     """A plain torch loop on whole parameters: no sharding, no collective, nothing of the library."""
     model, training = case.build(dtype), Training()
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     opt = torch.optim.SGD(trainable.values(), lr=LR, momentum=MOMENTUM, foreach=False)
-    num_ranks = prod(axes.values())
     for batch in case.batches(num_ranks, dtype):
         x, y = (rows.unflatten(0, (num_ranks, -1)) for rows in batch)
-        if precision is None:
-            loss = torch.stack([case.loss(model(x[r]), y[r]) for r in range(num_ranks)]).mean()
-            grads = dict(zip(trainable, torch.autograd.grad(loss, list(trainable.values())), strict=True))
-        else:
-            loss, grads = _emulated(case, model, x, y, axes, precision, side)
+        loss = torch.stack([case.loss(model(x[r]), y[r]) for r in range(num_ranks)]).mean()
+        grads = dict(zip(trainable, torch.autograd.grad(loss, list(trainable.values())), strict=True))
         for name, p in trainable.items():
             p.grad = grads[name]
         opt.step()
         training.add(loss, grads, dict(model.named_parameters()))
     return training
-
-
-def _emulated(
-    case: Case, model: nn.Module, x: Tensor, y: Tensor, axes: Mapping[str, int], precision: fs.MixedPrecision, side: str
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each rank's gradients in ``param_dtype``, summed in ``reduce_dtype`` in rank order, divided as stored."""
-    assert precision.param_dtype
-    assert precision.reduce_dtype
-    cast = {name: p.detach().to(precision.param_dtype) for name, p in model.named_parameters()}
-    trainable = {name: cast.pop(name) for name, p in model.named_parameters() if p.requires_grad}
-    gradient = grad_and_value(lambda trainable, x, y: case.loss_of(model, {**trainable, **cast}, x, y))
-    by_name, losses = SIDES[side](partial(gradient, trainable), x, y)
-    totals = {name: sum_in_rank_order(rows.to(precision.reduce_dtype), axes) for name, rows in by_name.items()}
-    return losses.mean(), {name: total / len(losses) for name, total in totals.items()}
-
-
-def _one_by_one(fn: Callable[..., Any], *rows: Tensor) -> Any:
-    results = [fn(*row) for row in zip(*rows, strict=True)]
-    return tree_map(lambda *leaves: torch.stack(leaves), *results)
-
-
-# Whoever computes each rank by itself, and whoever computes all of them in one batch: a batched product of matrices in
-# bfloat16 rounds its sums at other places than one product after the other.
-SIDES: dict[str, Callable[..., Any]] = {"one by one": _one_by_one, "side by side": lambda fn, *rows: vmap(fn)(*rows)}
-
-
-def sum_in_rank_order(rows: Tensor, axes: Mapping[str, int]) -> Tensor:
-    """The sum over the ranks of "shard", from the first to the last, and then over those of "replicate"."""
-    rows, left = rows.unflatten(0, tuple(axes.values())), list(axes)
-    for name in ("shard", "replicate"):
-        if name in left:
-            rows = reduce(torch.add, rows.unbind(left.index(name)))
-            left.remove(name)
-    return rows
 
 
 def sharded(
@@ -305,12 +260,6 @@ def digest(training: Training) -> bytes:
     both: Any = (training.gradients, training.parameters)
     every: Any = [x.view(-1).view(torch.uint8) for x in optree.tree_leaves(both)]
     return sha256(torch.cat(every).numpy().tobytes()).digest()
-
-
-def assert_alike(actual: Training, expected: Training, rtol: float | None, atol: float | None) -> None:
-    """Every gradient of every step, and what became of every parameter; and there is something to compare."""
-    assert_alive(expected)
-    assert_same(actual, expected, rtol, atol)
 
 
 def assert_same(actual: Training, expected: Training, rtol: float | None, atol: float | None) -> None:
