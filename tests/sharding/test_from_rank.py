@@ -15,7 +15,7 @@ import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, two_layers
 from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated
-from tests.support.refusals import refused, text_of
+from tests.support.refusals import text_of
 
 
 def values_of(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -24,25 +24,6 @@ def values_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
-
-
-def test_each_vmap_of_ones_own_is_left_as_it_is() -> None:
-    mesh = fs.simulated_mesh(3)
-    layout = fs.plan({"w": torch.zeros(4)}, mesh, align_bytes=0)
-    x = torch.arange(24.0).view(3, 2, 4)  # (ranks, models, elements)
-    ensemble = mesh.spmd(lambda x: torch.vmap(lambda w: fs.shard({"w": w}, layout, from_rank=1)["(root)"])(x))(x)
-    assert ensemble.shape == (3, 2, 2)
-    assert torch.equal(ensemble.transpose(0, 1).flatten(1)[:, :4], x[1])
-
-
-def test_a_rank_that_is_none_is_refused() -> None:
-    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
-    layout = fs.plan(two_layers(), mesh)
-    for rank in (-1, 6):
-        text = refused(fs.shard, two_layers(), layout, from_rank=rank)
-        assert f"shard: from_rank: got {rank}, expected 0 <= from_rank < 6" in text
-    assert "source: got NoneType" in refused(fs.shard, None, layout, from_rank=0)
-    assert "source: got NoneType" in refused(fs.shard, None, layout)
 
 
 DTYPES = [

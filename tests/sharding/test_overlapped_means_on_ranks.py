@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import count_collectives
-from tests.support.different_units import SMALL, Units, assert_trained, inputs_of, train
+from tests.support.different_units import SMALL, Units, inputs_of
 from tests.support.pool import run_ranks
 
 AXES = {"replicate": 2, "shard": 2}
@@ -193,22 +193,3 @@ def test_each_all_reduce_is_under_way_while_the_unit_in_front_is_reduced() -> No
             start, wait = (events.index(f"{what} psum units.{i}") for what in ("start", "wait"))
             assert events.index(f"wait psum_scatter units.{i}") < start
             assert start < events.index(f"start psum_scatter units.{i - 1}") < wait
-
-
-def two_of_a_replica(rank: int, step: int) -> list[int]:
-    return [0, 1] if (rank // 2 + step) % 2 else [2, 0]
-
-
-def nothing_in_a_replica(rank: int, step: int) -> list[int]:
-    return [] if rank // 2 == step % 2 else [3, 1]
-
-
-def trained_on_this_rank() -> list[dict[str, Tensor]]:
-    mesh = fs.init_mesh(AXES)
-    return [train(mesh, UNITS, SMALL, uses, 4, lazy=True) for uses in (two_of_a_replica, nothing_in_a_replica)]
-
-
-def test_replicas_that_use_different_units_in_other_orders_train_as_in_one_process() -> None:
-    results = run_ranks(trained_on_this_rank, 4)
-    for i, uses in enumerate((two_of_a_replica, nothing_in_a_replica)):
-        assert_trained([each[i] for each in results], UNITS, SMALL, uses, 4)

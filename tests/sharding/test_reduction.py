@@ -128,21 +128,6 @@ def test_sums_are_in_rank_order_and_the_same_both_ways_bitwise(kind: str, ranks:
                 assert torch.equal(total, expected[rank])
 
 
-def alone(**options: Any) -> tuple[fs.Layout, dict[str, Tensor]]:
-    grads = {"a.w": torch.tensor([1.0, 2.0, 3.0]), "b.w": torch.tensor([5.0])}
-    return fs.plan(grads, fs.init_mesh(), **options), grads
-
-
-def test_a_result_belongs_to_its_backward_pass_and_is_given_once() -> None:
-    layout, grads = alone()
-    reductions = Reductions()
-    started(reductions, grads, layout, "a")
-    started(reductions, grads, layout, "b")
-    assert result(reductions, "a", 2) is None
-    assert_trees_close({key: result(reductions, key) for key in "ab"}, {"a": grads["a.w"], "b": grads["b.w"]})
-    assert result(reductions, "a") is None
-
-
 class SlowBackend(Backend):
     """Two ranks with equal values; a reduction reads its operand until it lands, a while after it was waited for."""
 

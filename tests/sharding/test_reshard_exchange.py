@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import functorch_shard as fs
 from functorch_shard.sharding.reshard import copy_plan
-from functorch_shard.testing import assert_trees_close, count_collectives
+from functorch_shard.testing import count_collectives
 from tests.sharding.test_resharding import mapped, same_bits
 from tests.support.models import awkward, two_layers
 from tests.support.ranks import HYBRID, Ranks, gloo, slow
@@ -108,25 +107,6 @@ def test_only_what_moves_is_sent_in_one_exchange_a_buffer(ranks: Ranks) -> None:
     assert sum(nbytes for _, sent in moved(ranks) for nbytes, *_ in sent.values()) > 0
 
 
-def carried_state(mesh: fs.Mesh) -> Any:
-    """Parameters, moments, step counts and None together; there and back."""
-    opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
-    layouts = [fs.plan(awkward(), one, **o) for one, o in zip(meshes(mesh), OPTIONS.values(), strict=True)]
-    params = fs.shard(awkward(), layouts[0])
-    tree: Any = (*opt.step(params, grads=params, state=opt.init(params)), {"none": mapped(lambda _: None, params)})
-    moved: Any = tree
-    for layout in (*layouts[1:], layouts[0]):
-        moved = fs.reshard(moved, layout)
-    assert_trees_close(moved, tree, rtol=0, atol=0)
-    return moved[1]["step"]
-
-
-@two_or_four
-def test_optimizer_state_comes_back_bitwise(ranks: Ranks) -> None:
-    for step in ranks.run(carried_state):
-        assert {x.item() for x in step.values()} == {1.0}
-
-
 def errors(mesh: fs.Mesh) -> dict[str, str]:
     """What this rank is told when the last one does something else than the others."""
     model, last = two_layers(), dist.get_rank() == dist.get_world_size() - 1
@@ -157,23 +137,3 @@ def test_a_rank_with_a_wrong_layout_gets_an_error_on_all_ranks(ranks: Ranks) -> 
     assert wrong in last["a stale layout"]
     for told in (*others, last):
         assert "the layout on simulated ranks" in told["a simulated mesh"]
-
-
-def on_a_part_of_the_world(world: fs.Mesh) -> list[bool]:
-    """Ranks 3, 1, 4 and 2 of five, in meshes of two axes, of one, and in another order."""
-    grid = DeviceMesh("cpu", torch.tensor([[1, 2], [3, 4]]), mesh_dim_names=("replicate", "shard"))
-    row = DeviceMesh("cpu", torch.tensor([1, 2, 3, 4]), mesh_dim_names=("shard",))
-    other = DeviceMesh("cpu", torch.tensor([[1, 3], [2, 4]]), mesh_dim_names=("replicate", "shard"))
-    if world.rank == 0:
-        return []
-    model, meshes = awkward(), [fs.Mesh.from_device_mesh(mesh) for mesh in (grid, row, other)]
-    assert meshes[0].processes == (1, 2, 3, 4)
-    assert meshes[2].processes == (1, 3, 2, 4)
-    layouts = [fs.plan(model, mesh) for mesh in meshes]
-    pairs = [(old, new) for old in layouts for new in layouts]
-    return [same_bits(fs.reshard(fs.shard(model, old), new), fs.shard(model, new)) for old, new in pairs]
-
-
-@pytest.mark.parametrize("ranks", gloo(5), ids=str)
-def test_meshes_of_a_part_of_the_world_exchange_among_themselves(ranks: Ranks) -> None:
-    assert ranks.run(on_a_part_of_the_world) == [[], *[[True] * 9] * 4]

@@ -194,13 +194,6 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().flatten().view(torch.uint8)
 
 
-def test_a_state_without_trees_stays() -> None:
-    layout = fs.plan(two_layers(), fs.simulated_mesh(2))
-    opt, params = fs.optimizer(torch.optim.SGD, lr=0.1), fs.shard(two_layers(), layout)
-    for state in ({}, opt.init(params), (None, {})):
-        assert fs.reshard(state, layout) == state
-
-
 def test_nothing_is_shared_with_the_tree_and_nothing_in_it_changes() -> None:
     model = two_layers()
     layout = fs.plan(model, fs.simulated_mesh(2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import functorch_shard as fs
 from functorch_shard.sharding import session
@@ -75,29 +75,6 @@ def test_the_first_forward_fetches_the_next_unit_of_the_layout() -> None:
     assert equal_units(4).use(0, 1, 2, 3) == [[0, 1], [1, 2], [2, 3], [2, 3]]
 
 
-BLOCKS = ("b0.w", "b1.w", "b2.w")
-
-
-@pytest.mark.parametrize(
-    ("names", "ahead"),
-    [(("root.embed", *BLOCKS, "root.head"), [0, 3]), (("root.embed", "root.head", *BLOCKS), [2, 3])],
-    ids=["around", "before"],
-)
-def test_a_root_that_is_used_first_and_last_is_gathered_twice_and_nothing_for_nothing(
-    names: tuple[str, ...], ahead: list[int]
-) -> None:
-    root = [name for name in names if name.startswith("root")]
-    each = [root, *([f"b{i}"] for i in range(3))]
-    units = Units(fs.plan({name: torch.zeros(7) for name in names}, fs.init_mesh(), units=each, align_bytes=0))
-    with fetches() as seen:
-        assert units.use(0, 1, 2, 3, 0) == [[0, 1], [1, 2], [2, 3], ahead, [0, 3]]
-        assert seen == [0, 1, 2, 3, 0]
-        with in_pass(1):
-            assert units.use(0, 3, 2, 1) == [[0, 3], [2, 3], [1, 2], [1, 2]]
-            units.leave(3)
-    assert seen == [0, 1, 2, 3, 0, 2, 1]
-
-
 def test_a_tied_unit_is_expected_at_the_end_and_of_several_nothing_is_known() -> None:
     layers = [nn.Linear(7, 7) for _ in range(4)]
     model = nn.Sequential(*layers)
@@ -112,15 +89,6 @@ def test_backward_follows_the_order_of_use_and_not_of_the_layout() -> None:
     units.use(3, 1, 0, 2)
     with in_pass(1):
         assert units.use(2, 0, 1, 3) == [[0, 2], [0, 1], [0, 1], [1, 3]]
-
-
-def test_a_unit_whose_gradients_are_complete_goes_at_once() -> None:
-    units = equal_units(3)
-    units.use(0, 1, 2)
-    for _ in range(2):
-        units.leave(2)
-        assert units.whole() == [1]
-    assert units.use(2) == [[1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -158,19 +126,3 @@ def test_no_order_of_use_makes_more_than_two_large_units_whole(
         if left:
             units.leave(unit % len(sizes))
             assert unit % len(sizes) not in units.whole()
-
-
-def test_forward_mode_fetches_each_unit_once_and_its_tangents_once() -> None:
-    params = fs.shard({f"u{i}.w": torch.ones(7) for i in range(4)}, layout_of([7] * 4))
-    before_use: list[list[int]] = []
-
-    def total(params: fs.Sharded) -> Tensor:
-        full = fs.gather(params, lazy=True)
-        before_use.append(list(seen))
-        return torch.stack([x.sum() for x in full.values()]).sum()
-
-    with fetches() as seen:
-        result: Any = torch.func.jvp(total, (params,), (params,))
-    assert result == (28, 28)
-    assert before_use == [[]]
-    assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -177,16 +177,6 @@ def gather_gives_back_what_was_sharded_and_where_it_was(axes: DeviceMesh, mesh: 
 
 
 @check
-def what_is_laid_out_are_local_parts(axes: DeviceMesh, mesh: fs.Mesh) -> None:
-    values, place = tensors(axes), axes["tensor"].get_local_rank()
-    layout = fs.plan(values, mesh, align_bytes=0)
-    expected = {name: tuple(x.to_local().shape if isinstance(x, DTensor) else x.shape) for name, x in values.items()}
-    assert {name: slot.shape for name, slot in layout.slots.items()} == expected
-    assert expected["a.uneven"] == ((3, 3), (3, 2))[place]
-    assert [buffer.parameter_numel for buffer in layout.buffers.values()] == [[28, 8], [25, 6]][place]
-
-
-@check
 def lazy_parts_hold_no_data_until_they_are_used(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     values = tensors(axes)
     params = fs.shard(values, fs.plan(values, mesh))
@@ -243,8 +233,6 @@ def tied_and_frozen_parameters_stay_that(axes: DeviceMesh, mesh: fs.Mesh) -> Non
 @check
 def gradients_are_differentiable_where_they_were_partial_too(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     """Hessian-vector products by backward over backward; ``DTensor.from_local`` loses what went through a copy."""
-    if torch.__version__ < "2.12":  # whose DTensors lose the graph of a partial gradient, as the docs say
-        return
     values = {name: x for name, x in tensors(axes).items() if name in ("a.even", "a.uneven", "a.copied", "b.plain")}
     rows = torch.linspace(-1, 1, 2 * 4 * 6, dtype=torch.float64).view(2, 4, 6)
     params = fs.shard(values, fs.plan(values, mesh, reduction="sum"))
@@ -319,7 +307,6 @@ def another_layout_of_the_same_parts_has_their_values(axes: DeviceMesh, mesh: fs
     for wrong in (columns, same_local):
         text = refused(fs.reshard, fs.shard(rows, fs.plan(rows, mesh)), fs.plan(wrong, mesh))
         assert "'w': DTensor of shape (6, 4), S(0) over tensor=2, torch.float32 in the tree; " in text
-        assert "checkpoint.save and load" in text
 
 
 class Resettable(Transformer):
@@ -341,22 +328,15 @@ def init_fills_a_parallel_model_as_the_same_one_alone(axes: DeviceMesh, mesh: fs
 @check
 def what_does_not_fit_is_refused_by_name(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     w, tensor = torch.arange(12.0).view(4, 3), axes["tensor"]
-    cut = distribute_tensor(w, tensor, [Shard(0)])
-
-    def refuse(x: Tensor, mesh: fs.Mesh = mesh) -> str:
-        return refused(fs.plan, {"w": x}, mesh)
-
-    own, a = distribute_tensor(w, axes["shard"], [Shard(0)]), "'w': a DTensor of shape (4, 3), "
-    assert f"{a}S(0) over shard=2, but the mesh itself has the axis 'shard'; pass its full_tensor()" in refuse(own)
+    cut, own = distribute_tensor(w, tensor, [Shard(0)]), distribute_tensor(w, axes["shard"], [Shard(0)])
+    assert "over shard=2, but the mesh itself has the axis 'shard'" in refused(fs.plan, {"w": own}, mesh)
     partial = DTensor.from_local(w, tensor, [Partial()])
-    assert f"{a}Partial(sum) over tensor=2; a parameter is Shard or Replicate" in refuse(partial)
-    assert "Mesh(shard=2, simulated, cpu) has no axes 'tensor' beside it" in refuse(cut, fs.simulated_mesh(2))
+    assert "a parameter is Shard or Replicate" in refused(fs.plan, {"w": partial}, mesh)
+    assert "has no axes 'tensor' beside it" in refused(fs.plan, {"w": cut}, fs.simulated_mesh(2))
     layout, good = fs.plan({"m.w": cut, "m.b": w[0]}, mesh), {"m.w": cut, "m.b": w[0]}
-    for verb, fn in {"shard": fs.shard, "scatter_grads": fs.scatter_grads}.items():
+    for fn in (fs.shard, fs.scatter_grads):
         plain = refused(fn, {"m.w": cut.to_local(), "m.b": distribute_tensor(w[0], tensor, [Replicate()])}, layout)
-        assert plain.startswith(f"ValueError: {verb}: 2 problems")
-        expected = "a DTensor of shape (4, 3), S(0) over tensor=2"
-        assert f"'m.w': got a plain tensor of shape (2, 3), expected {expected}" in plain
+        assert "'m.w': got a plain tensor of shape (2, 3), expected a DTensor of shape (4, 3), S(0)" in plain
         assert "'m.b': got a DTensor of shape (3,), R over tensor=2, expected a plain tensor of shape (3,)" in plain
     turned = {**good, "m.w": cut.redistribute(placements=[Shard(1)])}
     assert "got a DTensor of shape (4, 3), S(1) over tensor=2, expected" in refused(fs.shard, turned, layout)
