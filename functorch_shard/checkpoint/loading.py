@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import refuse_derivatives
-from ..errors import hints, reject
+from ..errors import reject
 from ..layout.buffers import Slot
 from ..layout.trees import participants_of
 from ..mesh.mesh import Mesh
@@ -24,14 +24,14 @@ _FITS = (
 )
 
 
-def load_into(verb: str, like: Any, open_files: Callable[[], Reader], donate: bool = False, advice: str = _FITS) -> Any:
+def load_into(verb: str, like: Any, open_files: Callable[[], Reader], donate: bool = False) -> Any:
     """Read files into a tree like ``like``; every rank raises if one does."""
     participants = participants_of(like)
 
     def begin() -> tuple[Reader, list[Leaf]]:
         refuse_derivatives(verb)
         reader = open_files()
-        return reader, _allocated(verb, reader, leaves_of(like), participants.device, donate, advice)
+        return reader, _allocated(verb, reader, leaves_of(like), participants.device, donate)
 
     with torch.inference_mode(False), torch.no_grad():  # in any mode, what is loaded can be trained
         reader, leaves = participants.agree(verb, begin, lambda made: [made[0].identity, *map(str, made[1])], SAME)
@@ -39,13 +39,11 @@ def load_into(verb: str, like: Any, open_files: Callable[[], Reader], donate: bo
         return with_values(like, iter(values))
 
 
-def _allocated(
-    verb: str, reader: Reader, given: Sequence[Leaf], device: torch.device, donate: bool, advice: str
-) -> list[Leaf]:
+def _allocated(verb: str, reader: Reader, given: Sequence[Leaf], device: torch.device, donate: bool) -> list[Leaf]:
     """Compare the files with a tree, and return its leaves with memory to load into; read no values."""
-    wanted, guess = [_with_template(leaf, reader) for leaf in given], hints(reader.entries)
+    wanted = [_with_template(leaf, reader) for leaf in given]
     problems = [
-        f"{name!r}: {f'got {got}, the checkpoint has {entry}' if entry else f'not in the checkpoint{guess(name)}'}"
+        f"{name!r}: {f'got {got}, the checkpoint has {entry}' if entry else 'not in the checkpoint'}"
         for leaf in wanted
         if leaf.tensor is not None or leaf.is_plain
         for slot, name, entry in _entries(leaf, reader)
@@ -53,7 +51,7 @@ def _allocated(
     ]
     tensors = [(leaf, leaf.tensor) for leaf in given if leaf.tensor is not None and not leaf.tensor.is_meta]
     problems += [f"{leaf}: {problem}" for leaf, x in tensors if (problem := tensor_problem(x))]
-    reject(f"{verb}: {reader.folder}", problems, advice)
+    reject(f"{verb}: {reader.folder}", problems, _FITS)
     return [leaf._replace(value=_memory(leaf.value, donate, device)) for leaf in wanted]
 
 
@@ -72,7 +70,8 @@ def _finished(leaf: Leaf, reader: Reader) -> Any:
         return reader.plain(str(leaf))
     if not leaf.is_plain and not leaf.is_number:
         return leaf.value
-    found = {name: _number(name, entry, reader) for _, name, entry in _entries(leaf, reader)}
+    entries = [(name, entry) for _, name, entry in _entries(leaf, reader)]
+    found = {name: reader.whole(name).item() if e and e.dtype else reader.plain(name) for name, e in entries}
     advice = (
         "A buffer has one number, for example a step count, for all of its parameters. Plan separate buffers "
         "for parameters whose numbers differ: plan(labels=...)."
@@ -80,13 +79,6 @@ def _finished(leaf: Leaf, reader: Reader) -> Any:
     reject("load: numbers that differ", [f"{leaf}: {found}"] * (len({*map(str, found.values())}) > 1), advice)
     number = next(iter(found.values()))
     return leaf.tensor.fill_(number) if leaf.tensor is not None else number
-
-
-def _number(name: str, entry: Entry | None, reader: Reader) -> Any:
-    x = reader.whole(name).item() if entry and entry.dtype else reader.plain(name)
-    is_one = isinstance(x, (bool, int, float, complex, type(None)))
-    reject("load: numbers", [] if is_one else [f"{name!r}: got a {type(x).__name__}"], _FITS)
-    return x
 
 
 def _entries(leaf: Leaf, reader: Reader) -> Iterator[tuple[Slot | None, str, Entry | None]]:

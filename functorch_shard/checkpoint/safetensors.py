@@ -66,9 +66,8 @@ def import_safetensors(path: StrPath, layout: Layout) -> Sharded:
     check_layout(_IMPORT, layout)
     dims, buffers = rank_dims(layout), layout.buffers.items()
     like = {key: torch.empty(*dims, b.shard_numel, dtype=b.dtype, device="meta") for key, b in buffers}
-    advice = "Nothing was read. For other names plan a dict with those of the files: plan({name: tensor}, mesh)."
     with ExitStack() as opened:
-        return load_into(_IMPORT, Sharded(like, layout), lambda: _opened(path, layout, opened), advice=advice)
+        return load_into(_IMPORT, Sharded(like, layout), lambda: _opened(path, layout, opened))
 
 
 def export_safetensors(path: StrPath, params: Sharded) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..collectives.sinks import refuse_derivatives
 from ..errors import reject
@@ -46,9 +45,8 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
             plain values are saved by the first rank. On a simulated mesh, the stacked trees outside ``spmd``.
         keep: the number of checkpoints to keep in the parent directory, including this one. The oldest of those begun
             earlier are removed; checkpoints of other programs are not. ``None``: all.
-        async_save: copy the values of this rank to the host, and write them in a thread. Tensors on an accelerator are
-            copied by its current stream, which the host does not wait for; later steps may donate them. A process that
-            ends finishes its saves.
+        async_save: copy the values of this rank to the host, and write them in a thread, so later steps may donate
+            them. A process that ends finishes its saves.
 
     Returns:
         A ``concurrent.futures.Future`` of the path. It is done when the checkpoint of all ranks is complete; without
@@ -84,11 +82,11 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
     agree, options = saving.participants.agree, f"keep={keep}, async_save={async_save}"
     try:  # each step begins when the one before succeeded on every rank
         agree("save", lambda: saving.begin(path), lambda target: [target, options, *_lines(saving.leaves)], SAME)
-        copied = saving.copy_to_host() if async_save else []
         agree("save", saving.open, lambda _: [])
         if async_save:
+            saving.copy_to_host()
             executor = ThreadPoolExecutor(1, f"save {saving.staging.target.name}")
-            done = executor.submit(saving.go_on, copied)
+            done = executor.submit(saving.go_on)
             executor.shutdown(wait=False)
             return done
         for step in (saving.write, saving.publish):
@@ -124,31 +122,16 @@ class _Saving:
             self.staging.open()
         return str(target)
 
-    def copy_to_host(self) -> list[torch.Event]:
-        """Copy all tensors to the host in the order of the current streams; return the events after the copies.
+    def copy_to_host(self) -> None:
+        """Copy all tensors to the host; a donated step may write to them from now on."""
+        tensors = ((leaf, leaf.tensor) for leaf in self.leaves)
+        self.leaves = [
+            leaf if x is None else leaf._replace(value=x.detach().to("cpu", copy=True)) for leaf, x in tensors
+        ]
 
-        So what a stream does from now on comes after them: a donated step may write to what is copied.
-        """
-        devices = set[torch.device]()
-
-        def copied(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if x.device.type == "cpu":
-                return x.detach().clone()
-            devices.add(x.device)
-            x.record_stream(torch.accelerator.current_stream(x.device))
-            copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-            return copy.copy_(x.detach(), non_blocking=True)
-
-        self.leaves = [leaf._replace(value=copied(leaf.value)) for leaf in self.leaves]
-        return [torch.accelerator.current_stream(device).record_event() for device in devices]
-
-    def go_on(self, copied: Sequence[torch.Event]) -> Path:
+    def go_on(self) -> Path:
         """Write and publish in a thread, which the threads of other ranks see by files only."""
         try:
-            for event in copied:
-                event.synchronize()
             self.write()
             self._wait_for_others()
             self.publish()

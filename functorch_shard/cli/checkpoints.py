@@ -1,18 +1,14 @@
-"""``inspect``, ``verify``, ``digest`` and ``consolidate``: checkpoints, in one process."""
+"""``inspect``, ``verify`` and ``consolidate``: checkpoints, in one process."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from reprlib import Repr
+from reprlib import repr as short_repr
 
-from ..checkpoint import digests
 from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import write_file
 from ..checkpoint.staging import local_path
 from ..errors import reject, shown, table
-
-_SHORT = Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
 
 
 def inspect(reader: Reader) -> str:
@@ -30,7 +26,7 @@ def inspect(reader: Reader) -> str:
 def _plain_text(reader: Reader, name: str) -> str:
     """The beginning of a value, of which the whole text may be very long."""
     try:
-        return shown(" ".join(_SHORT.repr(reader.plain(name)).split()))[:80]
+        return shown(" ".join(short_repr(reader.plain(name)).split()))[:80]
     except RuntimeError as error:
         return f"not loaded ({type(error.__cause__ or error).__name__})"
 
@@ -41,13 +37,6 @@ def verify(reader: Reader) -> str:
         raise RuntimeError("\n".join(problems))
     nbytes = sum(entry.nbytes for entry in reader.entries.values())
     return f"{shown(str(reader.folder))}: {len(reader.entries)} names, {nbytes:,} bytes of tensors, valid"
-
-
-def digest(reader: Reader, leaves: bool) -> str:
-    """One digest of everything, or a line for each name: ``diff`` finds those that differ."""
-    if not leaves:
-        return digests.digest(reader.folder)
-    return "\n".join(f"{found}  {shown(name)}" for name, found in sorted(digests.digests(reader.folder).items()))
 
 
 def consolidate(reader: Reader, path: Path, prefix: str) -> str:

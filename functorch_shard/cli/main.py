@@ -1,9 +1,8 @@
-"""The commands: ``python -m functorch_shard plan | inspect | verify | digest | consolidate``.
+"""The commands: ``python -m functorch_shard plan | inspect | verify | consolidate``.
 
 python -m functorch_shard plan PACKAGE.MODULE:BUILD --ranks 8,64,512    # memory of a model on each rank
 python -m functorch_shard inspect CKPT            # names, shapes, dtypes, bytes, and plain values such as the step
 python -m functorch_shard verify CKPT             # read every byte; with a problem the exit status is 1
-python -m functorch_shard digest CKPT             # one SHA-256 of all values, for any layout and number of ranks
 python -m functorch_shard consolidate CKPT OUT    # the model as a safetensors file
 """
 
@@ -22,7 +21,7 @@ from torch import nn
 from .. import Estimate, Layout, MixedPrecision, estimate, simulated_mesh
 from .. import optimizer as optimizer_of
 from .. import plan as plan_of
-from ..errors import axes_text, hint, table
+from ..errors import axes_text, table
 
 _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "peak")
 
@@ -47,41 +46,31 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(required=True, dest="command")
     add = commands.add_parser("plan").add_argument
     add("model", help="package.module:name of a function or a class that makes the model, on the meta device")
-    add("--ranks", type=_numbers, default=(8,), help="numbers of ranks, for example 8,64,512")
+    add("--ranks", default="8", help="numbers of ranks, for example 8,64,512")
     add("--shards", type=int, help="ranks of one replica (default: all ranks)")
     add("--optimizer", help="a class of torch.optim, for example AdamW")
     add("--precision", help="gathered dtype, and reduced one: bfloat16 or bfloat16,float32")
     add("--units", default="auto", help="auto, blocks, or bytes")
     add("--no-reshard", action="store_true", help="keep gathered units from forward to backward")
-    for name in ("inspect", "verify", "digest", "consolidate"):
+    for name in ("inspect", "verify", "consolidate"):
         add = commands.add_parser(name).add_argument
         add("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
-    commands.choices["digest"].add_argument(
-        "--leaves", action="store_true", help="one for each name, to compare by diff"
-    )
     add = commands.choices["consolidate"].add_argument
     add("path", metavar="out", type=Path, help="a new directory")
     add("--prefix", default="model.", help="write the names that begin so, without it (default: model.)")
     return made
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(map(int, text.split(",")))
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers of ranks above 0, for example 8,64,512")
-    return numbers
-
-
 def plan(args: argparse.Namespace) -> str:
     """Build the model, plan it for each number of ranks and format what each rank has."""
-    source, shards, units = _built(args.model), args.shards, args.units
+    source, shards, units, ranks = _built(args.model), args.shards, args.units, [*map(int, args.ranks.split(","))]
     options: dict[str, Any] = {"units": int(units) if units.isdigit() else units}
-    if wrong := [n for n in args.ranks if shards and n % shards]:
+    if wrong := [n for n in ranks if shards and n % shards]:
         raise ValueError(f"--shards: {shards} does not divide {wrong[0]:,} ranks of --ranks")
-    meshes = [simulated_mesh({"replicate": n // shards, "shard": shards} if shards else n) for n in args.ranks]
-    opt = optimizer_of(_named("optimizer", torch.optim, args.optimizer)) if args.optimizer else None
+    meshes = [simulated_mesh({"replicate": n // shards, "shard": shards} if shards else n) for n in ranks]
+    opt = optimizer_of(getattr(torch.optim, args.optimizer)) if args.optimizer else None
     if args.precision:
-        options["precision"] = MixedPrecision(*(_named("precision", torch, x) for x in args.precision.split(",")))
+        options["precision"] = MixedPrecision(*(getattr(torch, x) for x in args.precision.split(",")))
     layouts = [plan_of(source, mesh, reshard_after_forward=not args.no_reshard, **options) for mesh in meshes]
     return _formatted(args.model, layouts, [estimate(layout, opt) for layout in layouts])
 
@@ -103,14 +92,6 @@ def size_text(nbytes: int) -> str:
     """Bytes in the largest unit of which there is at least one: ``1.75 GiB``."""
     power = min((max(nbytes, 1).bit_length() - 1) // 10, 5)
     return f"{nbytes} B" if power == 0 else f"{nbytes / (1 << 10 * power):.2f} {'KMGTP'[power - 1]}iB"
-
-
-def _named(option: str, module: Any, name: str) -> Any:
-    kinds = (torch.dtype, type)
-    found = next((x for key, x in vars(module).items() if key.lower() == name.lower() and isinstance(x, kinds)), None)
-    if found is None:
-        raise ValueError(f"--{option}: {module.__name__} has no {name!r}{hint(name, [*vars(module)])}")
-    return found
 
 
 def _built(text: str) -> Any:

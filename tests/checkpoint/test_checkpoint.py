@@ -329,7 +329,7 @@ def test_other_models_and_dtypes_are_refused_with_every_difference(four: Any) ->
     assert "'model.more': not in the checkpoint" in text
     assert "'model.blocks.0.gate': got shape (2,), torch.float32, the checkpoint has shape (), torch.float64" in text
     assert "'model.out.weight': got shape (3, 7), torch.float32, the checkpoint has shape (3, 7), torch.float64" in text
-    assert "'stepp': not in the checkpoint (did you mean 'step'?)" in text
+    assert "'stepp': not in the checkpoint" in text
     assert "'optim.state" not in text
     assert "the checkpoint has a plain value" in refused(load, path, {"step": torch.zeros(())})
     assert "got a plain value, the checkpoint has shape" in refused(load, path, {"model": {"scale": 1.0}})

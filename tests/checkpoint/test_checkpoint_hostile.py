@@ -197,13 +197,6 @@ def test_missing_elements_are_found_where_regions_overlap(tmp_path: Path, capsys
 # values
 
 
-def test_an_expanded_tensor_is_refused(tmp_path: Path) -> None:
-    raw = saved(torch.ones(1).expand(100))
-    assert "a tensor of 400 bytes in memory of 4" in refusal(one(tmp_path / "x", raw, (100,)), {"x": torch.zeros(100)})
-    larger = saved(torch.ones(1000)[:4])  # all of it is in the file, so this is only wasteful
-    assert load(one(tmp_path / "y", larger), {"x": torch.zeros(4)})["x"].tolist() == [1, 1, 1, 1]
-
-
 def on_storage(size: Any, stride: Any, offset: int = 0) -> Evil:
     storage = torch.ones(4)._typed_storage()
     return Evil(_rebuild_tensor_v2, (storage, offset, size, stride, False, OrderedDict()))

@@ -90,7 +90,7 @@ def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> Non
     assert text.startswith(f"ValueError: import_safetensors: {tmp_path / 'a'}: 4 problems")
     assert "'fc.bias': got shape (3,), torch.float32, the checkpoint has shape (4,), torch.float32" in text
     assert "'steps': got shape (), torch.int64, the checkpoint has shape (), torch.float32" in text
-    assert "'fc.weight': not in the checkpoint (did you mean 'model.fc.weight'?)" in text
+    assert "'fc.weight': not in the checkpoint" in text
     assert "'mask': not in the checkpoint" in text
     assert "none: No such file" in refused(import_safetensors, tmp_path / "none", layout)
 
