@@ -90,12 +90,6 @@ def test_arguments_without_trainable_leaves_may_be_unused(mesh: fs.Mesh) -> None
     assert torch.equal(fs.grad(lambda tree: torch.tensor(1.0))({"w": torch.ones(2)})["w"], torch.zeros(2))
 
 
-def test_a_loss_that_is_the_parameter_itself_depends_on_it() -> None:
-    values = {"scale": torch.tensor(2.0)}
-    params = fs.Full(values, fs.plan(values, fs.init_mesh()))
-    assert fs.grad(lambda full: full["scale"])(params)["scale"] == 1
-
-
 @pytest.mark.parametrize("ranks", [Ranks({"shard": 2}, "sequential"), *gloo(2)], ids=str)
 @pytest.mark.parametrize("size", [1, 3, 4])  # rank 1 has padding; an element that no rank uses, and padding; two
 def test_a_rank_may_leave_the_parameters_unused_unless_all_ranks_do(ranks: Ranks, size: int) -> None:
