@@ -121,9 +121,3 @@ def test_what_nobody_waits_for_is_abandoned_or_else_waited_for_when_it_is_let_go
     assert log[1:] == ["waited"]
     Work(lambda: (log.append("finished"), torch.ones(1))[1], [Handle(log)], lambda: log.append("abandoned")).wait()
     assert log[2:] == ["waited", "finished"]
-
-
-def test_a_collective_says_what_it_is() -> None:
-    op = Collective("all_gather", "shard", 1024, torch.bfloat16, "blocks.0")
-    assert (str(op), op.nbytes) == ("all_gather of 1,024 bfloat16 for 'blocks.0'", 2048)
-    assert {op: 1}[Collective("all_gather", "shard", 1024, torch.bfloat16, "blocks.0")] == 1

@@ -80,11 +80,6 @@ def test_reading_is_not_writing(mesh: fs.Mesh) -> None:
         return functional_call(model, fs.gather(p), (x,))
 
     mesh.spmd(fs.grad(loss))(params, x)
-
-    def by_full(p: fs.Sharded, x: Tensor) -> Any:
-        return fs.grad(lambda full: functional_call(model, full, (x,)))(fs.gather(p))
-
-    mesh.spmd(lambda p, x: fs.scatter_grads(by_full(p, x)))(params, x)
     mesh.spmd(lambda p, x: vmap(fs.grad(loss), (None, 0))(p, x[:, None]))(params, x)
 
 

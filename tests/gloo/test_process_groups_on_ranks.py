@@ -25,10 +25,6 @@ def without_a_name(**options: Any) -> None:
     dist.init_process_group(**options)
 
 
-def named_for_each_device(**options: Any) -> None:
-    dist.init_process_group("cpu:gloo", **options)
-
-
 def wrapped_for_debugging(**options: Any) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL
     dist.init_process_group("gloo", **options)
@@ -49,7 +45,7 @@ def on_this_rank(start: Callable[..., None], folder: str, axes: dict[str, int]) 
     return {type(backend) for backend in backends}, waits, train(mesh, *PROGRAM)
 
 
-@pytest.mark.parametrize("start", [without_a_name, named_for_each_device, wrapped_for_debugging])
+@pytest.mark.parametrize("start", [without_a_name, wrapped_for_debugging])
 @pytest.mark.parametrize("axes", [{"replicate": 2, "shard": 2}], ids=str)
 def test_any_way_to_make_a_gloo_group_takes_the_fast_backend_its_timeout_and_trains(
     start: Callable[..., None], axes: dict[str, int]

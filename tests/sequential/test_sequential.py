@@ -103,16 +103,6 @@ def test_ranks_that_wait_for_one_that_returned_say_so() -> None:
     assert "rank 1 returned" in text
 
 
-def test_ranks_that_wait_for_each_other_on_two_axes_say_so() -> None:
-    mesh = mesh_of(HYBRID)
-
-    def crossed(x: Tensor) -> Tensor:
-        first, second = ("replicate", "shard") if mesh.rank in (0, 3) else ("shard", "replicate")
-        return psum(psum(x, mesh[first]), mesh[second])
-
-    assert "none can go on" in refused(mesh.spmd(crossed), torch.ones(2, 2))
-
-
 @pytest.mark.parametrize(
     ("other", "text"),
     [
