@@ -71,17 +71,12 @@ OF_ONE: dict[str, Callable[[Any, Tensor], Any]] = {
     "fs.grad": lambda f, w: fs.grad(f)(w),
     "jvp": lambda f, w: jvp(f, (w,), (V,))[1],
     "forward over reverse": lambda f, w: jvp(grad(f), (w,), (V,))[1],
-    "forward over fs.grad": lambda f, w: jvp(fs.grad(f), (w,), (V,))[1],
     "reverse over forward": lambda f, w: grad(lambda w: jvp(f, (w,), (V,))[1])(w),
-    "forward over forward": lambda f, w: jvp(lambda w: jvp(f, (w,), (V,))[1], (w,), (V,))[1],
     "fs.grad over fs.grad": lambda f, w: fs.grad(lambda w: (fs.grad(f)(w) * V).sum())(w),
-    "three times": lambda f, w: grad(lambda w: (jvp(grad(f), (w,), (V,))[1] * V).sum())(w),
     "jacfwd of jacrev": lambda f, w: jacfwd(jacrev(f), randomness="same")(w),
     "vmap of vjp": lambda f, w: vmap(vjp(f, w)[1])(torch.arange(5.0, dtype=w.dtype))[0],
     "grad of grad by another": lambda f, w: grad(lambda w: grad(lambda v: f(w) * v.sum())(V).sum())(w),
-    "grad of jvp by another": lambda f, w: grad(lambda w: jvp(lambda v: f(w) * v.sum(), (V,), (V,))[1])(w),
     "jvp of grad by another": lambda f, w: jvp(lambda w: grad(lambda v: f(w) * v.sum())(V), (w,), (V,))[1],
-    "jvp of jvp by another": lambda f, w: jvp(lambda w: jvp(lambda v: f(w) * v.sum(), (V,), (V,))[1], (w,), (V,))[1],
     "forward_ad": by_duals,
 }
 
@@ -96,9 +91,6 @@ BATCHED: dict[str, Callable[..., Tensor]] = {
     "grad of vmap of vmap": lambda f, batched: grad(
         lambda w: batched(lambda a: batched(lambda x: a * f(w, x))(X))(X[:, 0]).sum()
     )(W),
-    "vmap of grad of vmap": lambda f, batched: batched(
-        lambda a: grad(lambda w: batched(lambda x: a * f(w, x))(X).sum())(W)
-    )(X[:, 0]),
     "vmap over nothing the part uses": lambda f, batched: batched(lambda a: a * grad(f)(W, X))(X[:, 0]),
     "ensemble": lambda f, batched: batched(lambda w: grad(f)(w, X))(torch.stack([W, V])),
 }
