@@ -15,8 +15,8 @@ from torch import Tensor
 from ..communication.backend import Axis
 from ..errors import reject
 from ..torch_internals.autograd import eager
-from .primitives import Over, Tree, axes_of, axis_index, check, linear_map_of, on_leaves
-from .rules import LinearMap, resized
+from .primitives import Over, Tree, axes_of, axis_index, check, on_leaves
+from .rules import LinearMap, linear_map_of, resized
 
 
 @eager

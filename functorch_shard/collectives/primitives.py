@@ -265,11 +265,6 @@ def on_leaves(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return optree.tree_map(fn, tree)
 
 
-def linear_map_of(x: Tensor, linear: LinearMap) -> Tensor:
-    """``linear`` of ``x``, which on one rank is ``x``."""
-    return Linear.apply(x, *linear.axis.backend.place(), linear) if linear.axis.size > 1 else x
-
-
 def check(verb: str, tree: Any, dim: int | None = None, parts: int = 1, rows: int = 0) -> None:
     """Raise unless all leaves are tensors, and ``parts`` divide ``dim``, which has ``rows`` at least."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree)

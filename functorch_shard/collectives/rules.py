@@ -115,6 +115,11 @@ class Linear(Function):
         return linear(rows, rows.ndim - 1), 0 if linear.is_scattered else None
 
 
+def linear_map_of(x: Tensor, linear: LinearMap) -> Tensor:
+    """``linear`` of ``x``, which on one rank is ``x``."""
+    return Linear.apply(x, *linear.axis.backend.place(), linear) if linear.axis.size > 1 else x
+
+
 Divide = Callable[[Tensor, float], Tensor]
 
 

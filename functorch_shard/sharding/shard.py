@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives.primitives import linear_map_of
-from ..collectives.rules import Encoding, LinearMap
+from ..collectives.rules import Encoding, LinearMap, linear_map_of
 from ..collectives.sinks import prepare, without_derivative
 from ..layout.buffers import Buffer, Slot, of_rank
 from ..layout.layout import Layout, merged, select_buffers, shard_index

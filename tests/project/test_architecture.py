@@ -43,7 +43,8 @@ CORE = {"torch_internals", "communication", "mesh", "layout", "collectives", "st
 FEATURES = {
     *("checkpoint", "cli", "codecs", "curvature", "debug", "gloo", "graph", "initialization", "matrix", "pictures"),
     *("recompute", "sequential", "tensor_parallel", "testing", "virtual"),
-    *("communication.process_group", "communication.recorded", "communication.wrappers", "collectives.exchanges"),
+    *("communication.process_group", "communication.recorded", "communication.wrappers"),
+    *("collectives.exchanges", "collectives.primitives"),
     *("mesh.init", "mesh.launching", "sharding.overlapped_means", "sharding.reshard", "sharding.varying"),
     *("storage.offloading", "torch_internals.satellites", "training.bind", "training.elementwise"),
     *("training.estimate", "training.loss_scale", "training.norms", "training.optimizer", "training.optimizer_step"),
