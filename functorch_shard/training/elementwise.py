@@ -50,6 +50,7 @@ def check_elementwise(cls: type[torch.optim.Optimizer], **options: Any) -> None:
     x, grad = (scattered((sum(_SIZES),), seed) for seed in (0, 2))
     start, grad = x + 1.5 * x.roll(1).sign(), grad.where(grad.abs() > 0.05, 0.0)
     whole, parts = _whole_and_parts(start)
+    whole = [*map(torch.nn.Parameter, whole)]  # what reads derivatives of gradients asks for them
     grads = [_whole_and_parts(grad.roll(977 * step) * (0.1 + step * 7 % 5)) for step in range(_NUM_STEPS)]
     try:
         with apart(), _NoCombinations():
@@ -57,7 +58,7 @@ def check_elementwise(cls: type[torch.optim.Optimizer], **options: Any) -> None:
             state_of(cls, options, start)
     except Exception as error:
         raise AssertionError(f"{cls.__name__} is not elementwise: {error}") from error
-    together, each = torch.cat([x.flatten() for x in whole]), torch.cat(parts)
+    together, each = torch.cat([x.detach().flatten() for x in whole]), torch.cat(parts)
     moved = float((together - start).abs().nan_to_num(0.0, 0.0).max())
     if not torch.allclose(together, each, rtol=1e-13, atol=1e-7 * moved, equal_nan=True):
         reason = "parts of tensors are updated otherwise than whole ones: by elements of others, by the shape or size, "

@@ -131,6 +131,15 @@ class FlipsMatrices(Base):
         param.sub_(group["lr"] * (grad.flip(0) if grad.ndim else grad))
 
 
+class OfTheHessian(Base):
+    """As AdaHessian: derivatives of gradients, of parameters that require them."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        if param.requires_grad:
+            (curvature,) = torch.autograd.grad(grad, param, torch.ones_like(grad))
+            param.sub_(group["lr"] * grad / curvature)
+
+
 class Lists(Base):
     """As AggMo: a list of momentums."""
 

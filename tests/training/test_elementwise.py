@@ -16,6 +16,7 @@ NOT_ELEMENTWISE: list[tuple[Any, dict[str, Any], str]] = [
     (homemade.TrustRatio, {}, "it calls linalg_vector_norm"),
     (homemade.Cautious, {"caution": True}, "it calls mean"),
     (homemade.FlipsMatrices, {}, "parts of tensors are updated otherwise"),
+    (homemade.OfTheHessian, {}, "does not require grad"),
     (homemade.OnItself, {}, "stores outside of self.state"),
     (homemade.Lists, {}, "its state cannot be sharded like its parameter: 'momentums' is a list"),
     (homemade.ChangesItsRate, {}, r"it changes its own options \(lr\)"),
