@@ -204,7 +204,8 @@ def check_shards(verb: str, shards: Mapping[str, Any], layout: Layout, *, gradie
         if isinstance(x, Tensor) and x.shape == shape and x.dtype == dtype and x.layout is torch.strided:
             continue
         problems += misfit(key, x, shape, dtype)
-    reject(verb, problems, _SHARDS)
+    if problems:
+        reject(verb, problems, _SHARDS)
 
 
 _SHARDS = (
