@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import Estimate, Layout, MixedPrecision, estimate, simulated_mesh
+from .. import MixedPrecision, estimate, simulated_mesh
 from .. import optimizer as optimizer_of
 from .. import plan as plan_of
 from ..errors import axes_text, table
@@ -50,8 +50,6 @@ def parser() -> argparse.ArgumentParser:
     add("--shards", type=int, help="ranks of one replica (default: all ranks)")
     add("--optimizer", help="a class of torch.optim, for example AdamW")
     add("--precision", help="gathered dtype, and reduced one: bfloat16 or bfloat16,float32")
-    add("--units", default="auto", help="auto, blocks, or bytes")
-    add("--no-reshard", action="store_true", help="keep gathered units from forward to backward")
     for name in ("inspect", "verify", "consolidate"):
         add = commands.add_parser(name).add_argument
         add("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
@@ -63,35 +61,18 @@ def parser() -> argparse.ArgumentParser:
 
 def plan(args: argparse.Namespace) -> str:
     """Build the model, plan it for each number of ranks and format what each rank has."""
-    source, shards, units, ranks = _built(args.model), args.shards, args.units, [*map(int, args.ranks.split(","))]
-    options: dict[str, Any] = {"units": int(units) if units.isdigit() else units}
-    if wrong := [n for n in ranks if shards and n % shards]:
-        raise ValueError(f"--shards: {shards} does not divide {wrong[0]:,} ranks of --ranks")
-    meshes = [simulated_mesh({"replicate": n // shards, "shard": shards} if shards else n) for n in ranks]
+    source, shards, rows, options = _built(args.model), args.shards, list[list[object]](), dict[str, Any]()
     opt = optimizer_of(getattr(torch.optim, args.optimizer)) if args.optimizer else None
     if args.precision:
         options["precision"] = MixedPrecision(*(getattr(torch, x) for x in args.precision.split(",")))
-    layouts = [plan_of(source, mesh, reshard_after_forward=not args.no_reshard, **options) for mesh in meshes]
-    return _formatted(args.model, layouts, [estimate(layout, opt) for layout in layouts])
-
-
-def _formatted(model: str, layouts: Sequence[Layout], expected: Sequence[Estimate]) -> str:
-    """The model in a line, and the table."""
-    first = layouts[0]
-    numel = sum(slot.numel for slot in first.slots.values())
-    title = f"{model}: {len(first.slots)} parameters, {numel:,} elements, {len(first.units)} units"
-    rows = [
-        [axes_text(layout.mesh.axes), layout.mesh.size, *(size_text(getattr(one, name)) for name in _MEMORY)]
-        for layout, one in zip(layouts, expected, strict=True)
-    ]
+    for n in map(int, args.ranks.split(",")):
+        if shards and n % shards:
+            raise ValueError(f"--shards: {shards} does not divide {n:,} ranks of --ranks")
+        mesh = simulated_mesh({"replicate": n // shards, "shard": shards} if shards else n)
+        expected = estimate(plan_of(source, mesh, **options), opt)
+        rows.append([axes_text(mesh.axes), *(getattr(expected, name) for name in _MEMORY)])
     note = "Bytes of one rank in one step, without activations and without messages of a backend."
-    return "\n".join([title, "", table(rows, ["mesh", "ranks", *_MEMORY]), note])
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes in the largest unit of which there is at least one: ``1.75 GiB``."""
-    power = min((max(nbytes, 1).bit_length() - 1) // 10, 5)
-    return f"{nbytes} B" if power == 0 else f"{nbytes / (1 << 10 * power):.2f} {'KMGTP'[power - 1]}iB"
+    return "\n".join([table(rows, ["mesh", *_MEMORY]), note])
 
 
 def _built(text: str) -> Any:

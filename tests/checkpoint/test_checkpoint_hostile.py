@@ -331,17 +331,6 @@ def test_an_invalid_manifest_is_damage_although_its_digest_matches(tmp_path: Pat
 # without a manifest
 
 
-def test_verify_loads_the_values_of_a_checkpoint_without_checksums(tmp_path: Path) -> None:
-    dcp.save({"x": torch.ones(100), "step": 3}, checkpoint_id=tmp_path / "x", no_dist=True)
-    assert verify(tmp_path / "x") == []
-    file = tmp_path / "x" / FILE
-    file.write_bytes(random.Random(0).randbytes(file.stat().st_size))
-    problems = verify(tmp_path / "x")
-    assert len(problems) == 2
-    assert all(FILE in problem for problem in problems)
-    assert any("'x'" in problem for problem in problems)
-
-
 def test_inspect_lists_a_value_that_is_not_plain_without_loading_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import functorch_shard as fs
-from functorch_shard.cli.main import main, size_text
+from functorch_shard.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests.cli.test_plan:"
@@ -53,31 +53,20 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_a_row_for_each_number_of_ranks_has_what_estimate_says(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--ranks", "8,64,512", "--shards", "4", "--optimizer", "AdamW", "--precision", "bfloat16"]
-    _, _, header, _, *rows = output(capsys, HERE + "build", *given)[:7]
-    assert header.split("  ")[0] == "mesh"
+    header, _, *rows, _ = output(capsys, HERE + "build", *given)
+    assert header.split()[0] == "mesh"
     opt, bf16 = fs.optimizer(torch.optim.AdamW), fs.MixedPrecision(torch.bfloat16)
     for row, ranks in zip(rows, (8, 64, 512), strict=True):
         mesh = fs.simulated_mesh({"replicate": ranks // 4, "shard": 4})
         expected = fs.estimate(fs.plan(build(), mesh, precision=bf16), opt)
         memory = [expected.parameters, expected.gradients, expected.optimizer, expected.gathered, expected.reducing]
-        texts = [f"{ranks}", *map(size_text, [*memory, expected.peak])]
-        assert row.startswith(f"replicate={ranks // 4} x shard=4")
-        assert " ".join(row.split()).endswith(" ".join(texts))
+        assert row.startswith(f"replicate={ranks // 4} x shard=4 ")
+        assert row.split()[-6:] == [f"{nbytes:,}" for nbytes in [*memory, expected.peak]]
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["devices"], "9 parameters, 519,168 elements, 5 units"),
-        (["whole"], "2 parameters, 12 elements, 1 units"),
-        (["build", "--units", "100000000"], ", 1 units"),
-    ],
-    ids=str,
-)
-def test_models_are_built_on_the_meta_device_or_there_already_and_units_are_those_of_plan(
-    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
-) -> None:
-    assert output(capsys, HERE + argv[0], *argv[1:])[0].endswith(said)
+@pytest.mark.parametrize("name", ["devices", "whole"])
+def test_models_are_built_on_the_meta_device_or_there_already(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert output(capsys, HERE + name)[2].startswith("shard=8 ")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +75,6 @@ def test_models_are_built_on_the_meta_device_or_there_already_and_units_are_thos
         ("build --ranks 8,x", "invalid literal for int"),
         ("build --shards 3", "--shards: 3 does not divide 8 ranks"),
         ("build --optimizer adamv", "module 'torch.optim' has no attribute 'adamv'"),
-        ("build --units Blok", "units"),
         ("broken", "no weights here"),
         ("number", "got int, expected an nn.Module"),
         ("nothing:build", "No module named 'nothing'"),
@@ -97,15 +85,10 @@ def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], argv: str, n
     assert named in refused(capsys, model if ":" in model else HERE + model, *options)
 
 
-def test_sizes_have_the_largest_unit_of_which_there_is_one() -> None:
-    texts = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 1 << 40: "1.00 TiB", 3 << 62: "12288.00 PiB"}
-    assert {nbytes: size_text(nbytes) for nbytes in texts} == texts
-
-
 def test_it_runs_as_a_program_that_loads_no_checkpoints() -> None:
     code = "import sys; from functorch_shard.cli.main import main; "
     code += "status = main(sys.argv[1:]); assert 'torch.distributed.checkpoint' not in sys.modules; sys.exit(status)"
     argv = ["plan", "examples.train_gpt:GPT", "--ranks", "2,8"]
     done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("examples.train_gpt:GPT: 54 parameters, 899,840 elements")
+    assert "shard=2 " in done.stdout

@@ -151,11 +151,3 @@ def test_what_has_no_order_is_refused() -> None:
     for kind, message, call in refused:
         with pytest.raises(kind, match=message):
             call()
-
-
-def test_a_layout_is_cut_at_the_same_places_on_any_number_of_ranks() -> None:
-    for ranks in (1, 2, 3, 6):
-        _, params = planned(fs.simulated_mesh(ranks))
-        found = {key: (b.numel, b.slots) for key, b in params.layout.buffers.items()}
-        assert {numel % (64 * 6) for numel, _ in found.values()} == {0}
-        assert found == {key: (b.numel, b.slots) for key, b in planned(fs.simulated_mesh(1))[1].layout.buffers.items()}
