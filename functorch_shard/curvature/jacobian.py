@@ -19,7 +19,7 @@ from ..collectives.rules import across, within
 from ..collectives.sinks import new_boundary
 from ..layout.buffers import Buffer
 from ..layout.layout import shard_index
-from ..layout.trees import Full, Sharded, check_sharded, map_items
+from ..layout.trees import Full, Sharded, check_sharded, is_sharded, map_items
 from ..sharding.gather import gather
 from ..sharding.reduction import mean_of_shard
 from ..sharding.shard import merge, partition
@@ -74,7 +74,7 @@ def jacrev(fn: Callable[..., Any], argnums: int = 0, *, chunk_size: int | None =
             layout = tree.layout
             return map_items(lambda key, x: x if x is None else mean_of_shard(x, layout.buffers[key], layout), tree)
 
-        return optree.tree_map(mean, rows, is_leaf=_is_sharded)
+        return optree.tree_map(mean, rows, is_leaf=is_sharded)
 
     return _jacobian("jacrev", fn, argnums, of_trainable)
 
@@ -166,7 +166,7 @@ def _jacobian(
 
         def of(p: Sharded) -> Any:
             outputs = fn(*args[:place], merge(p, frozen), *args[place + 1 :], **kwargs)
-            if any(map(_is_sharded, optree.tree_leaves(outputs, is_leaf=_is_sharded))):
+            if any(map(is_sharded, optree.tree_leaves(outputs, is_leaf=is_sharded))):
                 raise TypeError(
                     f"{verb}: the function returns a Sharded, a part of a value. Return fs.gather(...) of it."
                 )
@@ -191,7 +191,3 @@ def _columns(of: Of, params: Sharded, buffer: Buffer, chunk_size: int | None) ->
     schedule = params.layout.schedules[buffer.key, shard.dtype if shard.is_complex() else None]
     own = lambda x: across(within(x.movedim(0, -1), schedule), schedule).to(schedule.returned)  # noqa: E731
     return optree.tree_map(own, every)
-
-
-def _is_sharded(x: Any) -> bool:
-    return isinstance(x, Sharded)

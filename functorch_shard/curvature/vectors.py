@@ -89,7 +89,7 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
         leaves that are ``None`` are zeros and ``None``.
 
     Raises:
-        TypeError: ``tree`` is not a ``Sharded``, or ``seed`` neither an int nor an int64 tensor of shape ``()``.
+        TypeError: ``tree`` is not a ``Sharded``.
 
     Cost:
         No communication. Memory: some ten float64 numbers for each element that a shard has of one parameter.
@@ -101,9 +101,6 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
         True
     """
     _check("randn_like", tree)
-    is_scalar = isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.ndim == 0
-    if not is_scalar and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"randn_like: seed: got {seed!r}, expected an int or an int64 tensor of shape ()")
     layout = tree.layout
     if not layout.mesh.in_spmd:
         return layout.mesh.spmd(lambda tree: randn_like(tree, seed))(tree)

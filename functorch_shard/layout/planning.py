@@ -64,14 +64,12 @@ def plan(
         source: the model, which may be on the meta device, or a mapping name -> tensor. Parameters with
             ``requires_grad=False``, integers and bools are frozen; plain tensors of a mapping are trainable.
         mesh: the ranks; an axis that it does not have has size 1.
-        units: what is gathered together. ``"blocks"``: each entry of the outermost stacks, and the rest by module.
-            Stacks are ``ModuleList``, ``Sequential``, a ``ModuleDict`` of one class or with numbers as keys, and
-            attributes of one class that are numbered (``block1``, ``block2``); an entry of more than a quarter of the
-            model that has a stack of blocks inside gives way to them. ``"auto"``: the same, with neighbours as one
-            unit, named by the first, while they have no more than 4 MiB and a 16th of the model together; not where
-            ``precision`` is by unit. Module classes or a callable ``(name, module) -> bool``: each such module,
-            innermost first, and the rest in one unit. Lists of names of parameters or modules. An int: the maximal
-            number of bytes.
+        units: what is gathered together. ``"blocks"``: each entry of the outermost stacks (``ModuleList``,
+            ``Sequential``, a ``ModuleDict`` of one class, numbered children or attributes), and the rest by module; a
+            large entry that has a stack of blocks inside gives way to them. ``"auto"``: the same, with small neighbours
+            as one unit, named by the first; not where ``precision`` is by unit. Module classes or a callable ``(name,
+            module) -> bool``: each such module, and the rest in one unit. Lists of names of parameters or modules. Of
+            several around a parameter the innermost counts. An int: the maximal number of bytes.
         labels: name -> label, or a callable ``(name, tensor) -> label or None``. Parameters of one label share buffers,
             and have their own optimizer options.
         shard_axis: the axis that buffers are sharded over; or several that are one for this, the outermost first, for
@@ -272,5 +270,4 @@ def _option_problems(layout: Layout, replicate_axis: str | None) -> Iterator[str
                 f"reduced over it. Pass it, for example as replicate_axis={name!r}"
             )
     if not {*shard_axes, replicate_axis} & set(mesh.axes):
-        neither = f"{layout.shard_axis!r} nor {replicate_axis!r}"
-        yield f"shard_axis and replicate_axis: the mesh has neither {neither}: {mesh}"
+        yield f"shard_axis and replicate_axis: {mesh} has neither {layout.shard_axis!r} nor {replicate_axis!r}"

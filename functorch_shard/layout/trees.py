@@ -99,6 +99,10 @@ class Full(dict[str, Any]):
         return _describe("Full", self, "parameter", self.layout)
 
 
+def is_sharded(x: Any) -> bool:
+    return isinstance(x, Sharded)
+
+
 def is_node(x: Any) -> bool:
     return isinstance(x, (Sharded, Full))
 

@@ -129,8 +129,9 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     leaves = optree.tree_leaves(tree, none_is_leaf=True)
     functions = [x for x in (method, *leaves) if isinstance(x, (FunctionType, MethodType, partial))]
     closed_over = [y for x in functions for _, y in reached(x)]
-    if any(map(_is_swapped, closed_over)):
-        raise ValueError(_PASS_IT)
+    modules = [x for x in closed_over if isinstance(x, nn.Module)]
+    if not all(isinstance(p, nn.Parameter) for module in modules for p in module.parameters()):
+        raise ValueError(_PASS_IT)  # functional_call calls it, and it will have its own parameters again
     return _Call(tree, method, [*map(_taken, leaves)], RUN.get().indices, closed_over)
 
 
@@ -181,11 +182,6 @@ def _as_now(fn: Any, inside: tuple[Any, ...] = ()) -> Any:
     if not isinstance(fn, FunctionType) or not fn.__closure__ or fn in inside:
         return fn
     return with_variables(fn, {name: _as_now(x, (*inside, fn)) for name, x in filled_variables(fn).items()})
-
-
-def _is_swapped(x: Any) -> bool:
-    """Return whether ``x`` is a module that ``functional_call`` calls, which will have its own parameters again."""
-    return isinstance(x, nn.Module) and any(not isinstance(p, nn.Parameter) for p in x.parameters())
 
 
 def _generators(call: _Call) -> list[Generator]:

@@ -18,7 +18,7 @@ from ..communication.simulated import RUN
 from ..containers import place
 from ..errors import reject
 from ..layout.layout import Layout, holders_of, lines_of, rank_dims
-from ..layout.trees import Sharded, check_layout, is_number, rows_here, take_tensors
+from ..layout.trees import Sharded, check_layout, is_number, is_sharded, rows_here, take_tensors
 from ..mesh.mesh import Mesh
 
 Tree = TypeVar("Tree")
@@ -71,7 +71,7 @@ def reshard(tree: Tree, layout: Layout) -> Tree:
         raise RuntimeError(CALLED_INSIDE.format("reshard"))
     refuse_derivatives("reshard", take_tensors(tree)[0])
     given: Any = tree
-    layouts = [x.layout for x in optree.tree_leaves(given, is_leaf=_is_sharded) if _is_sharded(x)]
+    layouts = [x.layout for x in optree.tree_leaves(given, is_leaf=is_sharded) if is_sharded(x)]
     layouts = layouts or [x for x in [layout] if isinstance(x, Layout)]  # ranks with wrong arguments take part too
     begin = lambda: _moves(tree, layout)  # noqa: E731
     if layouts and (mesh := layouts[0].mesh).size > 1 and mesh.processes:
@@ -87,8 +87,8 @@ def reshard(tree: Tree, layout: Layout) -> Tree:
         from ..gloo.lost_ranks import raise_named
 
         raise_named(error, "reshard")
-    put = lambda x: next(made) if _is_sharded(x) else x  # noqa: E731
-    moved: Any = optree.tree_map(put, given, is_leaf=_is_sharded, none_is_leaf=True)
+    put = lambda x: next(made) if is_sharded(x) else x  # noqa: E731
+    moved: Any = optree.tree_map(put, given, is_leaf=is_sharded, none_is_leaf=True)
     return moved
 
 
@@ -227,8 +227,8 @@ def _moves(tree: Any, layout: Layout) -> list[_Move]:
 
 def _nodes(tree: Any) -> dict[str, Sharded]:
     """The ``Sharded`` nodes of ``tree`` by path, with leaves that fit them."""
-    paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=_is_sharded)
-    nodes = {place(path) or "the tree": x for path, x in zip(paths, leaves, strict=True) if _is_sharded(x)}
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_sharded)
+    nodes = {place(path) or "the tree": x for path, x in zip(paths, leaves, strict=True) if is_sharded(x)}
     problems = []
     for path, node in nodes.items():
         dims = rank_dims(node.layout)
@@ -239,20 +239,14 @@ def _nodes(tree: Any) -> dict[str, Sharded]:
     return nodes
 
 
-def _is_sharded(x: Any) -> bool:
-    return isinstance(x, Sharded)
-
-
 def _old_ranks(old: Mesh, new: Mesh) -> list[int]:
     """The rank on ``old`` of each rank on ``new``, which have the same processes."""
     if old.is_simulated or old.size == 1:
         return []
     if sorted(old.processes) != sorted(new.processes) or not old.processes:
-        to = "simulated ranks" if new.is_simulated else f"processes {[*new.processes]}"
         raise ValueError(
-            f"reshard: the tree is that of rank {old.rank} of processes {[*old.processes]}, the layout on {to}; "
-            "expected the same processes. Load trees of other ranks from a checkpoint; put an unpickled tree on a live "
-            "mesh of its sizes, tree.on(mesh)."
+            f"reshard: the tree is on {old}, the layout on {new}: expected the same processes. Load trees of "
+            "other ranks from a checkpoint; put an unpickled tree on a live mesh of its sizes, tree.on(mesh)."
         )
     return [old.processes.index(process) for process in new.processes]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..communication.collective import Collective, RecordMode
 from ..communication.simulated import RUN, axes_over
 from ..containers import opened, place
-from ..layout.trees import Sharded, is_number
+from ..layout.trees import Sharded, is_number, is_sharded
 from ..torch_internals.autograd import NO_PASS, WATCHER, backward_pass, levels
 from ..torch_internals.tensors import batch_levels
 from ..torch_internals.tensors import is_number as is_plain_number
@@ -281,14 +281,14 @@ def _with_one_copy(tree: Any, put: Callable[[Any], Any]) -> Any:
         return x
 
     def of_leaf(x: Any) -> Any:
-        return Sharded({key: of_shard(key, x) for key in x}, x.layout) if isinstance(x, Sharded) else put(x)
+        return Sharded({key: of_shard(key, x) for key in x}, x.layout) if is_sharded(x) else put(x)
 
-    return optree.tree_map(of_leaf, opened(tree), is_leaf=lambda x: isinstance(x, Sharded), none_is_leaf=True)
+    return optree.tree_map(of_leaf, opened(tree), is_leaf=is_sharded, none_is_leaf=True)
 
 
 def _drifting(result: Any) -> Iterator[str]:
     """Yield a line for each buffer of a result whose copies vary."""
-    paths, leaves, _ = optree.tree_flatten_with_path(result, is_leaf=lambda x: isinstance(x, Sharded))
+    paths, leaves, _ = optree.tree_flatten_with_path(result, is_leaf=is_sharded)
     for path, tree in zip(paths, leaves, strict=True):
         for key, x in tree.items() if isinstance(tree, Sharded) else ():
             if x is not None and not is_number(x, tree.layout):

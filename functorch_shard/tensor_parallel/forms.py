@@ -49,9 +49,7 @@ def unfit(x: Any, mesh: Mesh) -> str:
         known = mesh.sibling(*names).device_mesh == x.device_mesh
     except KeyError as error:
         return f"a {found}; {error.args[0]}"
-    return (
-        "" if known else f"a {found}, but not on the ranks of those axes of the device mesh that {mesh} is a slice of"
-    )
+    return "" if known else f"a {found}, on other ranks than the device mesh that {mesh} is a slice of"
 
 
 def misplaced(slots: Iterable[Slot], meshes: Meshes) -> list[str]:
@@ -62,8 +60,5 @@ def misplaced(slots: Iterable[Slot], meshes: Meshes) -> list[str]:
         here = meshes[slot.dtensor.axes]
         part, _ = slot.dtensor.part_at(here.coordinate)
         if (tuple(here.axes.items()), slot.shape) != (slot.dtensor.axes, part):
-            problems.append(
-                f"{slot.name!r}: local part of shape {slot.shape} of a {slot.dtensor}, but the axes here are "
-                f"{axes_text(here.axes)}, where the local part has {part}"
-            )
+            problems.append(f"{slot.name!r}: {slot.shape} of a {slot.dtensor}; here {part} over {axes_text(here.axes)}")
     return problems

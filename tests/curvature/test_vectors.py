@@ -148,6 +148,5 @@ def test_moments_of_random_trees_are_those_of_the_standard_normal() -> None:
     assert abs((x[1:] * x[:-1]).mean()) * n < 5
 
 
-def test_what_is_not_a_vector_or_a_seed_is_refused() -> None:
+def test_trees_of_different_layouts_are_refused() -> None:
     assert "different layouts" in refused(fs.curvature.vdot, sharded(2), sharded(3))
-    assert "seed: got 1.5" in refused(fs.curvature.randn_like, sharded(2), 1.5)

@@ -159,7 +159,7 @@ def test_every_problem_is_listed_in_one_error() -> None:
 
 def test_names_of_axes_and_of_labelled_parameters_that_do_not_exist_are_refused() -> None:
     text = refused(fs.plan, tied(), MESH, shard_axis="x", replicate_axis="y")
-    assert "the mesh has neither 'x' nor 'y': Mesh(shard=3, simulated, cpu)" in text
+    assert "Mesh(shard=3, simulated, cpu) has neither 'x' nor 'y'" in text
     text = refused(fs.plan, tied(), MESH, labels={"head.weight": "x", "embed.weight": "x"})
     assert "'head.weight': labelled, but no such parameter" in text
 

@@ -136,4 +136,4 @@ def test_a_rank_with_a_wrong_layout_gets_an_error_on_all_ranks(ranks: Ranks) -> 
     wrong = "'0.weight': (7, 5), torch.float32 in the tree; (8, 5), torch.float32 in the layout"
     assert wrong in last["a stale layout"]
     for told in (*others, last):
-        assert "the layout on simulated ranks" in told["a simulated mesh"]
+        assert "the layout on Mesh(shard=4, simulated, cpu): expected the same processes" in told["a simulated mesh"]
