@@ -11,26 +11,16 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Collective, Work, wrap
-from tests.fuzz.__main__ import KINDS
+from tests.fuzz.__main__ import BAD, KINDS
 from tests.fuzz.programs import draw
 from tests.fuzz.running import outcome_of
 
 
-def outcomes(seeds: range) -> Counter[str]:
-    """Of programs that take turns on the kinds of ranks."""
-    found = {seed: outcome_of(draw(seed), KINDS[seed % len(KINDS)]) for seed in seeds}
-    assert not {seed: x for seed, x in found.items() if x.kind in ("WRONG", "raw", "hang")}
-    return Counter(x.kind for x in found.values())
-
-
 def test_forty_programs_are_those_of_the_unsharded_model() -> None:
-    assert outcomes(range(40))["right"] >= 36
-
-
-@pytest.mark.slow
-def test_six_hundred_programs_are_those_of_the_unsharded_model() -> None:
-    counts = outcomes(range(40, 640))
-    assert counts["right"] >= 540, counts
+    """They take turns on the kinds of ranks."""
+    found = {seed: outcome_of(draw(seed), KINDS[seed % len(KINDS)]) for seed in range(40)}
+    assert not {seed: x for seed, x in found.items() if x.kind in BAD}
+    assert Counter(x.kind for x in found.values())["right"] >= 36
 
 
 Issue = Callable[[Collective, Tensor], Work]

@@ -78,16 +78,6 @@ def test_dtypes_of_one_unit_have_buffers_gradients_and_steps_of_their_own(mesh: 
 
 
 @every_mesh
-def test_gradients_are_divided_after_the_sum_and_never_before(mesh: fs.Mesh) -> None:
-    """No predivision: a gradient of the smallest number there is would be lost by it."""
-    smallest = torch.tensor([2.0**-149] * 3)
-    layout = fs.plan({"w": torch.zeros(3)}, mesh)
-    rows = smallest if mesh.in_spmd else smallest.expand(*mesh.axes.values(), 3)
-    assert_trees_close(whole(fs.scatter_grads({"w": rows}, layout)), {"w": smallest}, rtol=0, atol=0)
-    assert mesh.size == 1 or not (smallest / mesh.size)[0]
-
-
-@every_mesh
 def test_a_part_of_the_tree_is_selected_and_gathered_alone(mesh: fs.Mesh) -> None:
     """``summon_full_params(recurse=False)`` of one submodule, and its edit written back into the whole tree."""
     model = two_layers().double()
