@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .collective import LIBRARY, START, WAIT, Collective, record
+from .collective import LIBRARY, START, WAIT, Collective, collective, record
 
 # While a tracer records an operator it runs it, with real tensors where the program made some: nothing is sent then.
 _RECORDING = ContextVar("a collective is recorded and not issued", default=False)
@@ -81,7 +81,7 @@ def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
         return torch.empty(0)
     *what, width, splits = fields
     rows = tuple(tuple(splits[i : i + width]) for i in range(0, len(splits), width or 1))
-    send, op = _RANKS.get(name), Collective(*what, splits=rows)
+    send, op = _RANKS.get(name), collective(*what, splits=rows)
     if send is None:
         raise RuntimeError("a recorded collective: its mesh was freed. Keep it for as long as the compiled function.")
     started: Any = torch.empty(0)
@@ -96,6 +96,8 @@ def _wait(started: Any, x: Tensor, shape: list[int], dtype: torch.dtype, device:
     return started.work.wait().contiguous()
 
 
+# For a graph that no compiler reads: torch would take as long to call an operator as to issue the collective.
+AS_FUNCTIONS = {START: _start, WAIT: _wait}
 LIBRARY.impl("start", _start, "CompositeExplicitAutograd")
 LIBRARY.impl("wait", _wait, "CompositeExplicitAutograd")
 torch.library.register_fake("functorch_shard::start", lambda x, *_: torch.empty(0), lib=LIBRARY)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from ..communication.recorded import AS_FUNCTIONS
 from ..containers import KNOWN, place
 from ..errors import reject
 from ..torch_internals.autograd import being_traced, in_transform, untraced
@@ -176,7 +177,12 @@ _SAME = (
 def runner(graph: GraphModule, inputs: Sequence[Tensor], backend: str | Backend) -> Run:
     """A function from the inputs of ``graph`` to its outputs."""
     if backend == "replay":
-        return lambda tensors: graph(*tensors)
+        direct = Graph()
+        direct.output(direct.graph_copy(graph.graph, {}))
+        for node in direct.nodes:
+            node.target = AS_FUNCTIONS.get(node.target, node.target)
+        replay = GraphModule(graph, direct)
+        return lambda tensors: replay(*tensors)
     if backend == "cudagraphs":
         _refuse_host_tensors(graph)
     constants = _constants_as_inputs(graph)
