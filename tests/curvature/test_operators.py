@@ -25,7 +25,7 @@ from tests.support.ranks import HYBRID, Ranks, gloo, on_each, sequential, simula
 from tests.support.refusals import refused
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-ANY_RANKS = [*simulated(1, 2, 3, 8, HYBRID, {"replicate": 3}), *gloo(2, 3, HYBRID)]
+ANY_RANKS = [*simulated(1, 3, HYBRID, {"replicate": 3}), *gloo(2, HYBRID)]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sum": {"units": 1, "reduction": "sum"},
