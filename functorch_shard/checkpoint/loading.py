@@ -14,7 +14,7 @@ from ..layout.buffers import Slot
 from ..layout.trees import participants_of
 from ..mesh.mesh import Mesh
 from .format import Entry, dotted
-from .leaves import Leaf, chunks_of, leaves_of, tensor_problem, with_values
+from .leaves import Leaf, chunks_of, leaves_of, with_values
 from .reader import Reader
 from .saving import SAME
 
@@ -49,8 +49,6 @@ def _allocated(verb: str, reader: Reader, given: Sequence[Leaf], device: torch.d
         for slot, name, entry in _entries(leaf, reader)
         if (got := _misfit(leaf, slot, entry, reader.casts))
     ]
-    tensors = [(leaf, leaf.tensor) for leaf in given if leaf.tensor is not None and not leaf.tensor.is_meta]
-    problems += [f"{leaf}: {problem}" for leaf, x in tensors if (problem := tensor_problem(x))]
     reject(f"{verb}: {reader.folder}", problems, _FITS)
     return [leaf._replace(value=_memory(leaf.value, donate, device)) for leaf in wanted]
 

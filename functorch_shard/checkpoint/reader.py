@@ -107,22 +107,18 @@ class Reader:
         return problems
 
     def _value(self, name: str, value: Value) -> Any:
-        raw = self._bytes(name, value)
-        try:
-            return loaded(raw)
-        except Exception as error:  # arbitrary bytes raise arbitrary errors
-            what = f"not a tensor and not a plain value ({type(error).__name__})"
-            raise self._damaged(name, value, what) from error
-
-    def _bytes(self, name: str, value: Value) -> bytes:
-        """Read the bytes of a value, and compare their checksum, if there is one."""
+        """Read one value, and compare its checksum, if there is one."""
         with (self.folder / value.file).open("rb") as file:
             file.seek(value.start)
             raw = file.read(value.nbytes)
         expected = self.checks.get((value.file, value.start))
         if expected is not None and (found := zlib.crc32(raw)) != expected:
             raise self._damaged(name, value, f"the checksum is {found:08x}, expected {expected:08x}")
-        return raw
+        try:
+            return loaded(raw)
+        except Exception as error:  # arbitrary bytes raise arbitrary errors
+            what = f"not a tensor and not a plain value ({type(error).__name__})"
+            raise self._damaged(name, value, what) from error
 
     def _damaged(self, name: str, value: Value, what: str) -> RuntimeError:
         where = f"{value.nbytes:,} bytes at {value.start:,}"

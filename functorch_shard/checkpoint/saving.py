@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..collectives.sinks import refuse_derivatives
 from ..errors import reject
@@ -84,7 +85,9 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
         agree("save", lambda: saving.begin(path), lambda target: [target, options, *_lines(saving.leaves)], SAME)
         agree("save", saving.open, lambda _: [])
         if async_save:
-            saving.copy_to_host()
+            values = (leaf.value for leaf in saving.leaves)  # later steps may write to them
+            host = [x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x for x in values]
+            saving.leaves = [leaf._replace(value=x) for leaf, x in zip(saving.leaves, host, strict=True)]
             executor = ThreadPoolExecutor(1, f"save {saving.staging.target.name}")
             done = executor.submit(saving.go_on)
             executor.shutdown(wait=False)
@@ -121,13 +124,6 @@ class _Saving:
         if self.participants.rank == 0:
             self.staging.open()
         return str(target)
-
-    def copy_to_host(self) -> None:
-        """Copy all tensors to the host; a donated step may write to them from now on."""
-        tensors = ((leaf, leaf.tensor) for leaf in self.leaves)
-        self.leaves = [
-            leaf if x is None else leaf._replace(value=x.detach().to("cpu", copy=True)) for leaf, x in tensors
-        ]
 
     def go_on(self) -> Path:
         """Write and publish in a thread, which the threads of other ranks see by files only."""
@@ -250,16 +246,14 @@ def _index(folder: Path, rank: int) -> Path:
     return folder / f"{_file_name(rank)}.index"
 
 
-def _writable(leaves: Sequence[Leaf], participants: Mesh) -> list[Leaf]:
-    """The leaves, with the bytes of plain values; raise unless all can be read back by the ranks that save."""
+def _writable(leaves: Sequence[Leaf], ranks: Mesh) -> list[Leaf]:
+    """The leaves, with the bytes of plain values; raise unless all can be read back."""
     counts = Counter(name for leaf in leaves for _, names in leaf.parameters() for name in names)
     problems = [f"{name!r}: {count} leaves have this name" for name, count in counts.items() if count > 1]
     reject("save: names", problems, "Each leaf needs a unique name: put one of them under another key.")
-    meshes = [(leaf, leaf.layout.mesh) for leaf in leaves if leaf.layout and not leaf.layout.tensor_meshes]
-    mine = (participants.is_simulated, participants.size)
-    others = [(leaf, mesh) for leaf, mesh in meshes if (mesh.is_simulated, mesh.size) != mine]
-    problems = [f"{leaf}: on {mesh}, expected the ranks of {participants}" for leaf, mesh in others]
-    reject("save", problems, "Save trees of other ranks separately, or reshard them first.")
+    meshes = {leaf.layout.mesh for leaf in leaves if leaf.layout and not leaf.layout.tensor_meshes}
+    others = [str(mesh) for mesh in meshes if (mesh.is_simulated, mesh.size) != (ranks.is_simulated, ranks.size)]
+    reject(f"save: trees of other ranks than {ranks}", others, "Save them separately, or reshard them first.")
     writable = []
     for leaf in leaves:
         problem = tensor_problem(leaf.tensor) if leaf.tensor is not None else ""

@@ -8,7 +8,7 @@ from reprlib import repr as short_repr
 from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import write_file
 from ..checkpoint.staging import local_path
-from ..errors import reject, shown, table
+from ..errors import shown, table
 
 
 def inspect(reader: Reader) -> str:
@@ -42,8 +42,8 @@ def verify(reader: Reader) -> str:
 def consolidate(reader: Reader, path: Path, prefix: str) -> str:
     """Write the tensors whose names start with ``prefix``, without it, to one file."""
     tensors = {name[len(prefix) :]: name for name, x in reader.entries.items() if name.startswith(prefix) and x.dtype}
-    beginnings = sorted({name.split(".")[0] for name in reader.entries})
-    nothing = [f"no tensor begins with {prefix!r}; names begin with {', '.join(map(shown, beginnings))}"]
-    reject("consolidate", [] if tensors else nothing, "Pass --prefix, for example --prefix ema. for averages.")
+    if not tensors:
+        beginnings = sorted({shown(name.split(".")[0]) for name in reader.entries})
+        raise ValueError(f"--prefix: no tensor begins with {prefix!r}; names begin with {', '.join(beginnings)}")
     write_file(local_path("consolidate: path", path), {short: reader.whole(name) for short, name in tensors.items()})
     return f"{path}: {len(tensors)} tensors"

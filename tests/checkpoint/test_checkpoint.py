@@ -335,13 +335,6 @@ def test_other_models_and_dtypes_are_refused_with_every_difference(four: Any) ->
     assert "got a plain value, the checkpoint has shape" in refused(load, path, {"model": {"scale": 1.0}})
 
 
-def test_a_path_without_a_checkpoint_is_an_error_that_names_latest(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing", tmp_path):
-        assert "not a checkpoint: there is no .metadata in it. latest(path) finds" in refused(load, path, tiny())
-    save(tmp_path / "step-7", tiny())
-    assert "without what is not in the checkpoint" in refused(load, tmp_path / "step-7", {"epoch": 0})
-
-
 UNUSUAL = {
     "coo": torch.eye(2).to_sparse(),
     "image": torch.ones(3).as_subclass(type("Image", (Tensor,), {})),
@@ -358,8 +351,8 @@ REFUSED: dict[str, tuple[Any, list[str]]] = {
     ),
     "unread": (dict(zip("abcde", [b"", [b""], {"a": (b"",)}, 2**2039, [-(10**700)]], strict=True)), ["5 problems"]),
     "no values": ({"x": torch.zeros(2, device="meta")}, ["on the meta device"]),
+    "two meshes": ({"a": seven(2), "b": seven(3)}, ["trees of other ranks than Mesh(shard=2", "Mesh(shard=3"]),
     "one name": ({"a": {"b": 1}, "a.b": 2}, ["'a.b': 2 leaves have this name"]),
-    "two meshes": ({"a": seven(2), "b": seven(3)}, ["b.w: on Mesh(shard=3", "expected the ranks of Mesh(shard=2"]),
 }
 
 

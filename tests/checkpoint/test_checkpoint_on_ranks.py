@@ -192,11 +192,9 @@ def disagree(folder: Path) -> dict[str, str]:
         unreadable = text_of(load, folder / "good", like)
     return {
         "save: another tree": text_of(save, folder / "failed", {**tree, "more": 1} if last else tree),
-        "save: another way": text_of(finished, folder / "failed", tree, async_save=last),
         "save: no plain value": text_of(save, folder / "failed", {**tree, "more": object()} if last else tree),
         "save: there already": text_of(save, folder / "good", tree),
         "save: lazy": text_of(save, folder / "failed", {"model": fs.gather(tree["model"][0])}),
-        "load: another tree": text_of(load, folder / "good", {"step": 0} if last else like),
         "load: another checkpoint": text_of(load, folder / ("good too" if last else "good"), like),
         "load: no checkpoint": text_of(load, folder / ("none" if last else "good"), like),
         "load: unreadable": unreadable,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +9,6 @@ from torch import nn
 import functorch_shard as fs
 from functorch_shard.cli.main import main
 
-ROOT = Path(__file__).parents[2]
 HERE = "tests.cli.test_plan:"
 
 
@@ -83,12 +78,3 @@ def test_models_are_built_on_the_meta_device_or_there_already(capsys: pytest.Cap
 def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], argv: str, named: str) -> None:
     model, *options = argv.split()
     assert named in refused(capsys, model if ":" in model else HERE + model, *options)
-
-
-def test_it_runs_as_a_program_that_loads_no_checkpoints() -> None:
-    code = "import sys; from functorch_shard.cli.main import main; "
-    code += "status = main(sys.argv[1:]); assert 'torch.distributed.checkpoint' not in sys.modules; sys.exit(status)"
-    argv = ["plan", "examples.train_gpt:GPT", "--ranks", "2,8"]
-    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "shard=2 " in done.stdout
