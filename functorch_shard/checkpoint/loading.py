@@ -70,10 +70,7 @@ def _finished(leaf: Leaf, reader: Reader) -> Any:
         return leaf.value
     entries = [(name, entry) for _, name, entry in _entries(leaf, reader)]
     found = {name: reader.whole(name).item() if e and e.dtype else reader.plain(name) for name, e in entries}
-    advice = (
-        "A buffer has one number, for example a step count, for all of its parameters. Plan separate buffers "
-        "for parameters whose numbers differ: plan(labels=...)."
-    )
+    advice = "A buffer has one number, for example a step count. Plan buffers for parameters that differ: labels=."
     reject("load: numbers that differ", [f"{leaf}: {found}"] * (len({*map(str, found.values())}) > 1), advice)
     number = next(iter(found.values()))
     return leaf.tensor.fill_(number) if leaf.tensor is not None else number

@@ -106,8 +106,8 @@ def export_safetensors(path: StrPath, params: Sharded) -> None:
     check_sharded(_EXPORT, params)
     layout, mesh = params.layout, params.layout.mesh
     refuse_derivatives(_EXPORT)
-    dtensors = [f"{name!r}: a {slot.dtensor}" for name, slot in layout.slots.items() if slot.dtensor]
-    reject(_EXPORT, dtensors, "Gather them, full_tensor(), and plan whole tensors.", NotImplementedError)
+    if layout.tensor_meshes:
+        raise NotImplementedError(f"{_EXPORT}: DTensors. Gather them, full_tensor(), and plan whole tensors.")
 
     def write() -> None:
         check_shards(_EXPORT, params, layout)
@@ -168,10 +168,7 @@ def _opened(path: StrPath, layout: Layout, opened: ExitStack) -> Reader:
         tied = [one for one in (name, *aliases) if one in entries]
         if len({digest_of(slices[one][entries[one].values[0].region.index]) for one in tied}) > 1:
             problems.append(f"{name!r}: tied in the layout, but the values of {tied} differ")
-    problems += [] if files else [f"{folder}: no file in it ends in '.safetensors'"]
-    reject(
-        _IMPORT, problems, "Nothing was read. Pass a safetensors file, or a directory; plan a layout without such ties."
-    )
+    reject(_IMPORT, problems, "Pass a safetensors file, or a directory; plan a layout without such ties.")
     lines = [f"{name!r}: {entry} in {entry.values[0].file}" for name, entry in sorted(entries.items())]
     identity = hashlib.sha256("\n".join(lines).encode()).hexdigest()  # directories may differ between ranks
     return _Files(folder, entries, {}, identity, True, slices)
