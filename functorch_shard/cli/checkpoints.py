@@ -1,10 +1,11 @@
-"""``inspect``, ``verify`` and ``consolidate``: checkpoints, in one process."""
+"""``inspect``, ``verify``, ``digest`` and ``consolidate``: checkpoints, in one process."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from reprlib import repr as short_repr
 
+from ..checkpoint import digests
 from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import write_file
 from ..checkpoint.staging import local_path
@@ -37,6 +38,11 @@ def verify(reader: Reader) -> str:
         raise RuntimeError("\n".join(problems))
     nbytes = sum(entry.nbytes for entry in reader.entries.values())
     return f"{shown(str(reader.folder))}: {len(reader.entries)} names, {nbytes:,} bytes of tensors, valid"
+
+
+def digest(reader: Reader) -> str:
+    """One SHA-256 of all values."""
+    return digests.digest(reader.folder)
 
 
 def consolidate(reader: Reader, path: Path, prefix: str) -> str:

@@ -1,8 +1,9 @@
-"""The commands: ``python -m functorch_shard plan | inspect | verify | consolidate``.
+"""The commands: ``python -m functorch_shard plan | inspect | verify | digest | consolidate``.
 
 python -m functorch_shard plan PACKAGE.MODULE:BUILD --ranks 8,64,512    # memory of a model on each rank
 python -m functorch_shard inspect CKPT            # names, shapes, dtypes, bytes, and plain values such as the step
 python -m functorch_shard verify CKPT             # read every byte; with a problem the exit status is 1
+python -m functorch_shard digest CKPT             # one SHA-256 of all values, for any layout and number of ranks
 python -m functorch_shard consolidate CKPT OUT    # the model as a safetensors file
 """
 
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shards", type=int, help="ranks of one replica (default: all ranks)")
     add("--optimizer", help="a class of torch.optim, for example AdamW")
     add("--precision", help="gathered dtype, and reduced one: bfloat16 or bfloat16,float32")
-    for name in ("inspect", "verify", "consolidate"):
+    for name in ("inspect", "verify", "digest", "consolidate"):
         add = commands.add_parser(name).add_argument
         add("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
     add = commands.choices["consolidate"].add_argument

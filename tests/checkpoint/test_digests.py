@@ -15,6 +15,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import digest, save
+from functorch_shard.cli.main import main as command
 from functorch_shard.debug import digests, first_difference
 from tests.support.refusals import refused
 from tests.support.scripts import example
@@ -51,7 +52,9 @@ LAYOUTS = [(1, {}), (3, {"align_bytes": 0}), ({"replicate": 2, "shard": 2}, {"un
 
 
 @pytest.mark.parametrize(("axes", "options"), LAYOUTS)
-def test_the_digest_of_a_tree_is_that_of_its_files_and_of_whole_values(tmp_path: Path, axes: Any, options: Any) -> None:
+def test_the_digest_of_a_tree_is_that_of_its_files_and_of_whole_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], axes: Any, options: Any
+) -> None:
     tree = tree_of(planned(axes, **options))
     save(tmp_path / "x", tree)
     found = digests(tree)
@@ -60,6 +63,8 @@ def test_the_digest_of_a_tree_is_that_of_its_files_and_of_whole_values(tmp_path:
     assert found["model.tied"] == found["model.a.w"]
     assert found["optim.state.a.w.moment"] == by_hand(VALUES["a.w"].double())
     assert digest(tree) == digest(tmp_path / "x") == digest(tree_of(planned(5)))
+    assert command(["digest", str(tmp_path / "x")]) == 0
+    assert capsys.readouterr().out == f"{digest(tree)}\n"
 
 
 def test_padding_has_no_digest_and_any_other_bit_has() -> None:

@@ -1,4 +1,4 @@
-"""One digest on any number of ranks."""
+"""One digest on any number of ranks, and what changes it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import pytest
 import torch
 
 import functorch_shard as fs
+from functorch_shard.communication import collective
+from functorch_shard.layout import planning
+from functorch_shard.virtual import loop
 from tests.support.pages import ROOT
 from tests.support.ranks import Ranks, gloo, sequential
-from tests.virtual.programs import OPTIMIZERS, loss_of, planned, step_of, train
+from tests.virtual.programs import OPTIMIZERS, batch_of, loss_of, planned, step_of, train
 
 ONE = Ranks({"shard": 1}, "gloo")
 SEVERAL = [
@@ -39,6 +42,34 @@ def test_so_it_has_with_parameters_that_are_whole_on_every_rank(ranks: Ranks) ->
 def test_so_it_has_where_gradients_are_reduced_in_low_precision(reduced: torch.dtype) -> None:
     options = ("AdamW", 2, 12, (("precision", fs.MixedPrecision(torch.bfloat16, reduced)),))
     assert len({Ranks({"shard": n}, "sequential").run(train, *options)[0] for n in (1, 3, 4)}) == 1
+
+
+def scaled(mesh: fs.Mesh) -> tuple[str, list[float]]:
+    """The digest, and the scale of the loss before each step: the first one overflows, and is skipped."""
+    model, params = planned(mesh)
+    opt, scaling = OPTIMIZERS["AdamW"](), fs.LossScale.dynamic(initial=2.0**127, interval=1)
+    loss = loss_of(model)
+
+    @mesh.spmd(in_dims=(0, 0, 0, None))
+    def step(params: fs.Sharded, state: Any, scale: Any, i: int) -> Any:
+        key = fs.virtual.key(7, i)
+        batches = [batch_of(key, v) for v in fs.virtual.ranks(params.layout)]
+        grads = fs.virtual.grad(lambda p, x: scaling.scale(loss(p, x), scale))(params, batches, key=key)
+        grads, finite = scaling.unscale(grads, scale)
+        new = opt.step(params, grads=grads, state=state)
+        return *scaling.select(finite, new, (params, state)), scaling.update(scale, finite)
+
+    state, scale, scales = opt.init(params), scaling.init(params), list[float]()
+    for i in range(3):
+        scales.append(scale["scale"].flatten()[0].item())
+        params, state, scale = step(params, state, scale, i)
+    return fs.checkpoint.digest({"params": params, "state": state}), scales
+
+
+def test_so_it_has_with_a_scaled_loss_of_which_a_step_overflows() -> None:
+    runs = [each.run(scaled)[0] for each in (ONE, *gloo(2), *sequential(3, {"replicate": 2, "shard": 3}))]
+    assert runs[0][1] == [2.0**127, 2.0**126, 2.0**127]
+    assert runs.count(runs[0]) == len(runs)
 
 
 def resized(mesh: fs.Mesh, folder: str, steps: int) -> str:
@@ -86,3 +117,35 @@ def test_a_wrong_bit_of_one_rank_is_found_among_runs_of_the_same_bits() -> None:
     assert difference.startswith("step 1: 'grads.blocks.1.")
     assert "of unit 'blocks.1'" in difference
     assert difference.endswith("equal at step 0")
+
+
+# What would change the digest: each of these is an error that the other tests are to notice.
+
+
+def in_rank_order(sums: list[Any], new: Any) -> None:
+    """Leaves are added up as they come, rank after rank."""
+    if sums and sums[-1].start + sums[-1].size == new.start:
+        last = sums.pop()
+        new = collective.Subtree(last.start, last.size + new.size, last.sum + new.sum)
+    sums.append(new)
+
+
+def test_a_sum_in_rank_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (expected := ONE.once(train, "AdamW")) == sequential(3)[0].run(train, "AdamW")[:1]
+    monkeypatch.setattr(loop, "add_in_tree", in_rank_order)
+    monkeypatch.setattr(collective, "add_in_tree", in_rank_order)
+    assert sequential(3)[0].run(train, "AdamW")[0] != expected[0]
+
+
+def test_a_shard_of_another_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for n in (1, 3):
+        monkeypatch.setattr(planning, "_BLOCK", 1 if n == 3 else 64)
+        found.append(Ranks({"shard": n}, "sequential").run(train, "AdamW", 8, 6, (("align_bytes", 0),))[0])
+    assert found[0] != found[1]
+
+
+def test_a_seed_by_real_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = fs.virtual.Key.fold_in
+    monkeypatch.setattr(fs.virtual.Key, "fold_in", lambda key, v: own(key, v % 3 if v < 6 else v))
+    assert sequential(3)[0].run(train, "AdamW")[0] != ONE.once(train, "AdamW")[0]

@@ -97,6 +97,26 @@ def test_the_gradient_is_that_of_the_mean_over_virtual_ranks(mesh: fs.Mesh) -> N
         torch.testing.assert_close(x.detach().flatten()[0], y.detach())
 
 
+def norms(mesh: fs.Mesh, outside: bool) -> Any:
+    _, params = planned(mesh)
+
+    def of(params: fs.Sharded) -> Any:
+        return fs.global_norm(params, 3.0), fs.global_norm(params, float("inf")), fs.debug.param_norms(params)
+
+    return of(params) if outside else mesh.spmd(of)(params)
+
+
+def test_norms_have_the_same_bits_on_any_number_of_ranks() -> None:
+    (one,) = gloo(1)[0].run(norms, False)
+    expected = {name: p.detach().norm() for name, p in gpt().named_parameters()}
+    fs.testing.assert_trees_close(one[2], expected)
+    for ranks in [*gloo(3, {"replicate": 2, "shard": 3}), *sequential(2)]:
+        for found in ranks.run(norms, False):
+            fs.testing.assert_trees_close(found, one, rtol=0, atol=0)
+    outside = norms(fs.simulated_mesh(3, kind="sequential"), True)
+    fs.testing.assert_trees_close(outside, one, rtol=0, atol=0)
+
+
 def step_on(
     mesh: fs.Mesh, loss: Callable[..., Any] | None = None, number: int = 3, **options: Any
 ) -> Callable[[], Any]:
