@@ -78,8 +78,10 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
             kind = type(x)
             if kind in _OFTEN_EMPTY and not x:  # as the hooks of most modules
                 attributes[name] = kind()
-            elif kind is dict and name in ("_parameters", "_modules"):  # the rest could do it, in twice the time
-                attributes[name] = copies[id(x)] = {key: copies.get(id(value), value) for key, value in x.items()}
+            elif kind is dict:  # most are of parameters or modules; the rest could do it, in twice the time
+                attributes[name] = copies[id(x)] = {
+                    key: copies[id(y)] if id(y) in copies else _rebound(y, copies) for key, y in x.items()
+                }
             elif kind not in _ATOMS:
                 attributes[name] = _rebound(x, copies, own=True)
         object.__setattr__(copies[key], "__dict__", attributes)
