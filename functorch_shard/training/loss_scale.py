@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..containers import Static
-from ..errors import reject
 from ..layout.layout import rank_dims
 from ..layout.trees import Sharded, check_sharded, check_shards
 from ..storage.memory_kind import to_memory_kind_of
@@ -52,16 +51,9 @@ class LossScale(Static):
     growth: float = 1.0
     backoff: float = 1.0
     interval: int = 1
-    floor: float = 0.0
 
     @staticmethod
-    def dynamic(
-        initial: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 2000,
-        floor: float = 1.0,
-    ) -> LossScale:
+    def dynamic(initial: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> LossScale:
         """Make a scale that shrinks when gradients overflow, and grows after ``interval`` finite steps in a row.
 
         Args:
@@ -69,18 +61,11 @@ class LossScale(Static):
             growth: the factor after ``interval`` finite steps in a row, above 1.
             backoff: the factor after a step that was not finite, between 0 and 1.
             interval: a number of steps.
-            floor: the smallest scale.
-
-        Raises:
-            ValueError: numbers out of their ranges; all of them are listed.
         """
-        problems = [] if 1 < growth < inf else [f"growth: got {growth}, expected a number above 1"]
-        problems += [] if 0 < backoff < 1 else [f"backoff: got {backoff}, expected a number between 0 and 1"]
-        whole = isinstance(interval, int) and interval >= 1
-        problems += [] if whole else [f"interval: got {interval}, expected 1 or more steps"]
-        problems += [] if 0 <= floor <= initial else [f"floor: got {floor}, expected 0 to {initial}, the first scale"]
-        reject("LossScale", problems, "LossScale.dynamic() has the defaults of torch.amp.GradScaler.")
-        return replace(LossScale.static(initial), growth=growth, backoff=backoff, interval=interval, floor=floor)
+        if not (0 < backoff < 1 < growth < inf and interval >= 1):
+            got = f"growth={growth}, backoff={backoff}, interval={interval}"
+            raise ValueError(f"LossScale: got {got}, expected 0 < backoff < 1 < growth, and 1 or more steps")
+        return replace(LossScale.static(initial), growth=growth, backoff=backoff, interval=interval)
 
     @staticmethod
     def static(value: float) -> LossScale:
@@ -122,10 +107,6 @@ class LossScale(Static):
             ``(grads, finite)``: the gradients in their dtypes, with ``None`` and integers unchanged; a bool tensor of
             shape ``()`` (outside ``spmd`` with rank dims), the same on every rank of every axis.
 
-        Raises:
-            TypeError: ``grads`` is not a ``Sharded``.
-            ValueError: shards that do not fit their layout.
-
         Cost:
             One all-reduce of a number per axis, and a copy of the gradients.
         """
@@ -143,7 +124,7 @@ class LossScale(Static):
         ripe = good >= self.interval
         grown = (scale.double() * self.growth).float()
         grown = torch.where(ripe & torch.isfinite(grown), grown, scale)
-        fallen = (scale.double() * self.backoff).float().clamp(min=self.floor)
+        fallen = (scale.double() * self.backoff).float()
         return {"scale": torch.where(finite, grown, fallen), "good_steps": good * ~ripe}
 
     def select(self, finite: Tensor, new: Tree, old: Tree) -> Tree:
@@ -177,15 +158,9 @@ def _choose(finite: Callable[[torch.device], Tensor], new: Any, old: Any) -> Any
     if isinstance(new, Tensor):
         where = finite(new.device)
         if old is None and new.ndim == where.ndim:
-            raise ValueError(_FIRST_STEP)
+            raise ValueError("LossScale.select: the first step makes a number: it cannot be skipped.")
         where = where.reshape((*where.shape, *[1] * (new.ndim - where.ndim)))
         return to_memory_kind_of(torch.where(where, new, torch.zeros_like(new) if old is None else old), new)
     if isinstance(old, Tensor) or (new is not old and new != old):
         raise ValueError(f"LossScale.select: got {new!r} and {old!r}: only tensors can differ between the trees.")
     return new
-
-
-_FIRST_STEP = (
-    "LossScale.select: a number of the optimizer's state is None before the step: the class makes it in its first "
-    "step, which cannot be skipped. Take the first step without select, with a scale that does not overflow."
-)

@@ -80,9 +80,6 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
         ``(grads, norm)``: the gradients in their dtypes, with ``None`` and integers unchanged; the norm before
         clipping, as :func:`global_norm` returns it.
 
-    Raises:
-        TypeError, ValueError: as :func:`global_norm`, and for a ``max_norm`` below 0.
-
     Cost:
         That of :func:`global_norm`, and a copy of the gradients.
 
@@ -128,9 +125,6 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
         ``{name: norm}`` in the source's order, each as :func:`global_norm` returns it; without ``None`` leaves,
         integers and bools. Tied parameters are listed once.
 
-    Raises:
-        TypeError, ValueError: as :func:`global_norm`.
-
     Cost:
         One all-reduce of a number per parameter over the shard axis, and over each axis that DTensors are sharded over.
 
@@ -169,9 +163,7 @@ def all_finite(tree: Sharded) -> Tensor:
         tensor([False, False])
     """
     layout, device = tree.layout, tree.layout.mesh.device
-    bad = [~torch.isfinite(wide(x)).all() for _, x in _shards(tree)] or [
-        torch.zeros((), dtype=torch.bool, device=device)
-    ]
+    bad = [torch.zeros((), dtype=torch.bool, device=device), *(~wide(x).isfinite().all() for _, x in _shards(tree))]
     found = pmax(stacked(bad, device).any().to(torch.int64), layout.mesh)
     for axis in {axis.name: axis for mesh in layout.tensor_meshes.values() for axis in mesh}.values():
         found = pmax(found, axis)

@@ -34,7 +34,7 @@ def as_grads(tree: fs.Sharded) -> fs.Sharded:
 
 @pytest.mark.parametrize(("interval", "growth", "backoff", "odds"), [(1, 2.0, 0.5, 0.5), (7, 1.1, 0.3, 0.1)])
 def test_the_sequence_of_scales_is_that_of_torch(interval: int, growth: float, backoff: float, odds: float) -> None:
-    scaling = fs.LossScale.dynamic(2.0**16, growth, backoff, interval, floor=0.0)
+    scaling = fs.LossScale.dynamic(2.0**16, growth, backoff, interval)
     state = scaling.init(sharded(fs.simulated_mesh(1)))
     state = {name: x[0] for name, x in state.items()}
     expected = {"scale": torch.tensor(2.0**16), "good_steps": torch.tensor(0, dtype=torch.int32)}
@@ -49,14 +49,14 @@ def test_the_sequence_of_scales_is_that_of_torch(interval: int, growth: float, b
     assert len(seen) > 1
 
 
-def test_a_scale_never_grows_to_infinity_and_never_falls_below_the_floor() -> None:
-    scaling = fs.LossScale.dynamic(initial=2.0**126, interval=1, floor=2.0**125)
+def test_a_scale_never_grows_to_infinity() -> None:
+    scaling = fs.LossScale.dynamic(initial=2.0**126, interval=1)
     state = {"scale": torch.tensor(2.0**126), "good_steps": torch.tensor(0, dtype=torch.int32)}
     scales = []
-    for finite in (True, True, True, False, False, False, False, True):
+    for finite in (True, True, True, False, True):
         state = scaling.update(state, torch.tensor(finite))
         scales.append(state["scale"].log2().item())
-    assert scales == [127, 127, 127, 126, 125, 125, 125, 126]
+    assert scales == [127, 127, 127, 126, 127]
 
 
 def test_a_loss_in_half_precision_is_scaled_in_float32() -> None:
@@ -166,20 +166,13 @@ def test_trees_that_do_not_match_are_refused() -> None:
         scaling.select, finite, [1], [2]
     )
     assert "got None and tensor(1.)" in refused(scaling.select, finite, [None], [one])
-    assert "makes it in its first step" in refused(scaling.select, finite, [one], [None])
+    assert "the first step makes a number" in refused(scaling.select, finite, [one], [None])
     assert refused(scaling.select, finite, {"a": one}, {"b": one}).startswith("ValueError")
     assert scaling.select(finite, [1, None, one], [1, None, one]) == [1, None, one]
 
 
-def test_numbers_out_of_their_ranges_are_refused_all_at_once() -> None:
-    assert refused(fs.LossScale.dynamic, -1.0, 1.0, 1.0, 0, 2.0).splitlines() == [
-        "ValueError: LossScale: 4 problems",
-        "  growth: got 1.0, expected a number above 1",
-        "  backoff: got 1.0, expected a number between 0 and 1",
-        "  interval: got 0, expected 1 or more steps",
-        "  floor: got 2.0, expected 0 to -1.0, the first scale",
-        "LossScale.dynamic() has the defaults of torch.amp.GradScaler.",
-    ]
+def test_numbers_out_of_their_ranges_are_refused() -> None:
+    assert "expected 0 < backoff < 1 < growth" in refused(fs.LossScale.dynamic, 2.0, 0.5, 2.0)
 
 
 def fp16_training(mesh: fs.Mesh, scaling: fs.LossScale, num_steps: int = 12) -> tuple[list[float], list[float]]:
