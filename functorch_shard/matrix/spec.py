@@ -10,7 +10,7 @@ further entry, ``"owner.started"``, says whether it has, and until then entries 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -21,7 +21,6 @@ from ..training.elementwise import take_steps_in_two_ways
 from ..training.optimizer_step import NUMBER_DTYPES, Group, update
 from ..training.trials import (
     ELEMENTWISE,
-    NUMBERS,
     Class,
     Options,
     apart,
@@ -66,12 +65,7 @@ def find_spec(cls: Class, options: Options, shape: tuple[int, ...], dtype: torch
         _, numbers = take_steps(cls, options, [torch.nn.Parameter(start.clone())], [[grad.clone()], [grad.clone()]])
         group = Group(start.clone(), grad, dict.fromkeys(numbers), options)
         update(cls, [group], known_options)
-        entries, treedef = _flattened(cls, group.state, device)
-        update(cls, [replace(group, param=group.param.clone(), grad=scattered(shape, 3).to(start))], known_options)
-        later, form = _flattened(cls, group.state, device)
-        if (later, form) != (entries, treedef):
-            names = ", ".join(sorted({e.name for e in later} ^ {e.name for e in entries})) or "what it has"
-            raise refusal(cls, f"its state changes its shape from step to step ({names})")
+        entries, treedef = flattened(group.state, device)
     known = all(first_value(cls, options, entry.name) == 0 for entry in entries)
     started = [] if known else [Entry(STARTED, (), torch.bool, bool, device)]
     return Spec((*entries, *started), treedef, tuple(numbers), known)
@@ -83,20 +77,15 @@ def _with_rate(options: Options) -> Options:
     return {**options, "lr": 1e-2} if isinstance(rate, (int, float, Tensor)) and not rate else options
 
 
-def _flattened(cls: Class, tree: Any, device: torch.device) -> tuple[list[Entry], Any]:
+def flattened(tree: Any, device: torch.device) -> tuple[tuple[Entry, ...], Any]:
+    """The entries of a state, numbers on ``device``, and its structure."""
     paths, leaves, treedef = optree.tree_flatten_with_path(tree)
-    names = [".".join(map(str, path)) for path in paths]
-    kinds = (Tensor, torch.nn.Parameter, *NUMBERS)
-    odd = [f"{name!r} is a {type(x).__name__}" for name, x in zip(names, leaves, strict=True) if type(x) not in kinds]
-    if odd:
-        raise refusal(cls, f"its state has more than tensors and numbers: {', '.join(odd)}")
-    return [_entry(name, x, device) for name, x in zip(names, leaves, strict=True)], treedef
-
-
-def _entry(name: str, x: Any, device: torch.device) -> Entry:
-    if isinstance(x, Tensor):
-        return Entry(name, tuple(x.shape), x.dtype, Tensor, x.device)
-    return Entry(name, (), NUMBER_DTYPES[type(x)], type(x), device)
+    entries = list[Entry]()
+    for path, x in zip(paths, leaves, strict=True):
+        tensor = isinstance(x, Tensor)
+        form = (tuple(x.shape), x.dtype, Tensor, x.device) if tensor else ((), NUMBER_DTYPES[type(x)], type(x), device)
+        entries.append(Entry(".".join(map(str, path)), *form))
+    return tuple(entries), treedef
 
 
 _SHAPES = ((6, 4), (4, 7), (5, 5))

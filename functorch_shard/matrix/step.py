@@ -21,7 +21,7 @@ from ..communication.collective import Splits
 from ..training.optimizer_step import PARAM, ByLabel, Group, update
 from ..training.trials import Leaves
 from .plan import Part, Plan, Round
-from .spec import STARTED
+from .spec import STARTED, flattened
 
 Shards = Mapping[str, Tensor]  # by key, with batch dims in front
 Place = tuple[int, ...]  # of a row
@@ -136,17 +136,15 @@ class WholeStep:
     def _keep_state(self, name: str, place: Place, tree: Any) -> None:
         """Write the state that is not in its place already."""
         spec = self.plan.owned[name].spec
-        leaves, treedef = optree.tree_flatten(tree)
-        if treedef != spec.treedef:
-            raise RuntimeError(f"step: the state of {name!r} is {treedef}, and was {spec.treedef} in a trial")
-        values: list[Any] = [*leaves] if spec.known else [*leaves, True]
+        entries, treedef = flattened(tree, self.device)
+        expected = spec.entries[: len(spec.entries) - (not spec.known)]
+        if (entries, treedef) != (expected, spec.treedef):
+            raise RuntimeError(f"step: the state of {name!r}: got {entries}, and {expected} in a trial")
+        values: list[Any] = [*optree.tree_leaves(tree), *([] if spec.known else [True])]
         for entry, x in zip(spec.entries, values, strict=True):
             leaf = self._leaf(name, entry.name, place)
             if not isinstance(x, Tensor):
                 leaf.fill_(x)
-            elif tuple(x.shape) != entry.shape:
-                got = f"got shape {tuple(x.shape)}, and {entry.shape} in a trial"
-                raise RuntimeError(f"step: the state of {name!r}: {entry.name!r}: {got}")
             elif x.device != leaf.device or x.data_ptr() != leaf.data_ptr():
                 leaf.copy_(x.reshape(-1))
 

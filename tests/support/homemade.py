@@ -250,14 +250,6 @@ class WideMomentum(Base):
         param.add_((-group["lr"] * mean / mean.norm().clamp(min=1e-6)).to(param.dtype))
 
 
-class KeepsObjects(Base):
-    """As some of pytorch-optimizer: what it keeps for a parameter is an object of its own."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        state.setdefault("preconditioner", object())
-        param.sub_(group["lr"] * grad)
-
-
 class GrowsLater(Base):
     """From its second step on it keeps one more tensor."""
 
