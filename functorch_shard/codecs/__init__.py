@@ -97,13 +97,9 @@ class RowEncoding:
 
     def encode(self, x: Tensor) -> tuple[Tensor, Form]:
         """Encode each row of the last dim as one message: ``(*batch, n)`` to uint8 ``(*batch, bytes)``."""
-        if x.ndim == 1:
-            return self._message(x)
         messages, forms = zip(*map(self._message, _rows(x)), strict=True)
         if any(form != forms[0] for form in forms):
-            raise ValueError(
-                f"codec: encode gave other shapes for other values: {forms}. They may depend on the size alone."
-            )
+            raise ValueError(f"codec: encode gave other shapes for other values: {forms}")
         return torch.stack(messages).view(*x.shape[:-1], messages[0].numel()), forms[0]
 
     def decode(self, messages: Tensor, form: Form) -> Tensor:
@@ -154,7 +150,6 @@ class _Bits(Function):
 def _rows(x: Tensor) -> Sequence[Tensor]:
     if traced_for_compiler():
         raise NotImplementedError(
-            "codec: a compiler would change what is sent: inductor (2.13, on the CPU) reads other bytes from parts of "
-            "a message. Use fs.compile(step, backend='replay'), or gather without a codec."
+            "codec: inductor reads other bytes from a message. Use fs.compile(step, backend='replay'), or no codec."
         )
     return x.flatten(0, -2).unbind(0) if x.ndim > 1 else (x,)

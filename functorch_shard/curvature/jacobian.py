@@ -91,9 +91,6 @@ def jacfwd(fn: Callable[..., Any], argnums: int = 0, *, chunk_size: int | None =
     Returns:
         A function with the arguments of ``fn``, as that of :func:`jacrev`.
 
-    Raises:
-        TypeError, RuntimeError: as :func:`jacrev`.
-
     Cost:
         The gathers of ``fn`` with batches of tangents, as many as elements of the whole; one reduce-scatter of the
         columns for each buffer and output.
@@ -108,9 +105,9 @@ def jacfwd(fn: Callable[..., Any], argnums: int = 0, *, chunk_size: int | None =
     """
 
     def of_trainable(trainable: Sharded, of: Of) -> Any:
-        columns = {key: _columns(of, trainable, buffer, chunk_size) for key, buffer in trainable.layout.buffers.items()}
-        keys, trees = list(columns), list(columns.values())
-        return optree.tree_map(lambda *xs: Sharded(zip(keys, xs, strict=True), trainable.layout), *trees)
+        layout = trainable.layout
+        trees = [_columns(of, trainable, buffer, chunk_size) for buffer in layout.buffers.values()]
+        return optree.tree_map(lambda *xs: Sharded(zip(layout.buffers, xs, strict=True), layout), *trees)
 
     return _jacobian("jacfwd", fn, argnums, of_trainable)
 
@@ -128,9 +125,6 @@ def hessian(fn: Callable[..., Tensor], argnums: int = 0, *, chunk_size: int | No
         A function with the arguments of ``fn``. It returns a ``Full``: for each trainable parameter of shape ``s`` a
         ``Sharded`` with leaves of shape ``(*s, shard_numel)``.
 
-    Raises:
-        TypeError, RuntimeError: as :func:`jacrev`.
-
     Cost:
         A Hessian-vector product for each element of the whole, in batches.
 
@@ -147,8 +141,7 @@ def hessian(fn: Callable[..., Tensor], argnums: int = 0, *, chunk_size: int | No
     """
 
     def whole_gradient(*args: Any, **kwargs: Any) -> Full:
-        grads = grad(fn, argnums)(*args, **kwargs)
-        return gather(partition(grads)[0], lazy=False)
+        return gather(partition(grad(fn, argnums)(*args, **kwargs))[0], lazy=False)
 
     return jacfwd(whole_gradient, argnums, chunk_size=chunk_size)
 
@@ -167,9 +160,7 @@ def _jacobian(
         def of(p: Sharded) -> Any:
             outputs = fn(*args[:place], merge(p, frozen), *args[place + 1 :], **kwargs)
             if any(map(is_sharded, optree.tree_leaves(outputs, is_leaf=is_sharded))):
-                raise TypeError(
-                    f"{verb}: the function returns a Sharded, a part of a value. Return fs.gather(...) of it."
-                )
+                raise TypeError(f"{verb}: the function returns a Sharded. Return fs.gather(...) of it.")
             return outputs
 
         return of_trainable(trainable, of)

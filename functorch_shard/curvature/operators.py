@@ -46,7 +46,6 @@ def hessian(loss: Callable[..., Tensor]) -> Callable[..., Operator]:
         with the arguments of each rank: ``mesh.spmd(hessian(loss))(params, *batch)``.
 
     Raises:
-        TypeError: ``params`` is not a ``Sharded``.
         ValueError: trainable parameters are complex, or DTensors.
 
     Cost:
@@ -83,9 +82,6 @@ def gauss_newton(predict: Callable[..., Any], loss: Callable[..., Tensor]) -> Ca
 
     Returns:
         A function of ``(params, inputs, *targets)`` that returns an :class:`Operator`.
-
-    Raises:
-        TypeError, ValueError: as :func:`hessian`.
 
     Cost:
         Nothing here. A product: one forward pass with tangents, which keeps nothing, and one gradient.
@@ -205,9 +201,7 @@ def to_vector(tree: Sharded) -> Tensor:
         A tensor of shape ``(n,)`` on every rank: float32, or wider if a parameter is.
 
     Raises:
-        TypeError: ``tree`` is not a ``Sharded``.
-        ValueError: shards that do not fit the layout; or DTensors or complex parameters, which such a vector does not
-            have.
+        ValueError: DTensors or complex parameters, which such a vector does not have.
 
     Cost:
         One all-gather for each buffer; memory for all trainable parameters on every rank, twice.
@@ -246,7 +240,6 @@ def from_vector(vector: Any, layout: Layout) -> Sharded:
         simulated mesh, outside ``spmd``: of all ranks, stacked.
 
     Raises:
-        TypeError: ``layout`` is not a layout.
         ValueError: DTensors or complex parameters.
         NotImplementedError: the result is differentiated by ``vector``.
         RuntimeError: ranks pass different vectors, or ``vector`` does not have an element for each trainable one.
@@ -268,19 +261,12 @@ def from_vector(vector: Any, layout: Layout) -> Sharded:
     parts = zip(slots, x.split([slot.numel for slot in slots]), strict=True)
     shards = shard({slot.name: part.reshape(slot.shape).to(slot.dtype) for slot, part in parts}, wanted)
     sources = [vector] if isinstance(vector, Tensor) else []
-    found = without_derivative(_NO_DERIVATIVE, dict(shards.items()), sources)
+    text = "from_vector: the tree has no derivative by the vector. Compute with Sharded trees, or detach the vector."
+    found = without_derivative(text, dict(shards.items()), sources)
     return Sharded({key: found.get(key) for key in layout.buffers}, layout)
 
 
-_NO_DERIVATIVE = (
-    "from_vector: the tree has no derivative by the vector. Compute with Sharded trees, or detach the vector."
-)
-
-
-_ADVICE = (
-    "An iteration outside of the ranks has to take the same course on all of them: pass the same starting vector and "
-    "the same seeds, for example eigsh(..., v0=...)."
-)
+_ADVICE = "Pass the same starting vector and the same seeds on all ranks, for example eigsh(..., v0=...)."
 
 
 def _vector_layout(verb: str, layout: Layout) -> Layout:

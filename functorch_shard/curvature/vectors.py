@@ -40,10 +40,6 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
     Returns:
         A scalar of shape ``()``, the same on every rank: float32, float64 where a leaf of either is, or complex.
 
-    Raises:
-        TypeError: ``a`` or ``b`` is not a ``Sharded``.
-        ValueError: trees of different layouts, or shards that do not fit them.
-
     Cost:
         One psum over the shard axis and each axis that DTensors are sharded over, of a number for each set of these
         axes.
@@ -87,9 +83,6 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
     Returns:
         A ``Sharded`` like ``tree``. Complex numbers have variance 1, as ``torch.randn``'s. Buffers of integers and
         leaves that are ``None`` are zeros and ``None``.
-
-    Raises:
-        TypeError: ``tree`` is not a ``Sharded``.
 
     Cost:
         No communication. Memory: some ten float64 numbers for each element that a shard has of one parameter.

@@ -46,8 +46,7 @@ def varies(x: Any) -> Any:
         where mappings such as ``Sharded`` are dicts. An axis of one rank is never among them.
 
     Raises:
-        RuntimeError: outside of ``spmd``, on sequential and on real ranks, where a value is that of one rank and
-            nothing says how it was computed.
+        RuntimeError: outside of ``spmd``, and on sequential and real ranks, which compute one value each.
 
     Example:
         >>> mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
@@ -60,11 +59,7 @@ def varies(x: Any) -> Any:
         {'x': ('replicate', 'shard'), 'total': ('replicate',), 'mean': ()}
     """
     if not RUN.get().indices:
-        raise RuntimeError(
-            "varies: only batched simulated ranks know over which axes a value varies: call it inside of "
-            "fs.simulated_mesh(...).spmd(fn). Sequential and real ranks compute one value each; compare those, or run "
-            "the same function on a batched mesh."
-        )
+        raise RuntimeError("varies: only batched ranks know: call it inside of fs.simulated_mesh(...).spmd(fn).")
     return _over(opened(x))
 
 
@@ -149,9 +144,6 @@ def types(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Types:
         multiply by the number of ranks, which is right for a sum of ones and wrong for a norm that is summed already.
         And each ``Sharded`` that is returned with copies that vary: replicas drift apart.
 
-    Raises:
-        RuntimeError: nothing in it ran as batched simulated ranks.
-
     Cost:
         A run of the step without its arithmetic and its memory.
 
@@ -221,9 +213,7 @@ class _Watcher(RecordMode):
 
     def given(self, args: Any, kwargs: Any) -> Any:
         """Return what ranks get in place of these arguments, which may be results of an earlier step."""
-        given: Any = (args, kwargs)
-        without_data = any(isinstance(x, Tensor) and x.is_meta for x in optree.tree_leaves(given))
-        return _with_one_copy(given, _meta if without_data else lambda x: x)
+        return _with_one_copy((args, kwargs), _meta)
 
     def ran(self, args: Any, kwargs: Any, result: Any) -> None:
         """Note what each rank got and returned."""

@@ -92,7 +92,7 @@ def test_random_numbers_vary_where_ranks_draw_their_own() -> None:
 @pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(2, kind="sequential")], ids=["real", "sequential"])
 def test_ranks_that_compute_one_value_each_are_refused(mesh: fs.Mesh) -> None:
     for step in (varies, mesh.spmd(varies)):
-        with pytest.raises(RuntimeError, match=r"varies: only batched simulated ranks know .* batched mesh"):
+        with pytest.raises(RuntimeError, match="varies: only batched ranks know"):
             step(torch.ones(2))
     with pytest.raises(RuntimeError, match="types: nothing ran as batched ranks"):
         types(mesh.spmd(lambda x: x * 2), torch.ones(2))
