@@ -131,7 +131,6 @@ def test_state_and_optimizer_are_pickled() -> None:
     opt = optimizer("soap")
     opt.init(params)
     opt, params, state = pickle.loads(pickle.dumps((opt, params, state)))
-    state = {name: tree.on(fs.simulated_mesh(2)) for name, tree in state.items()}
     mesh = fs.simulated_mesh(2)
     params, state = params.on(mesh), {name: tree.on(mesh) for name, tree in state.items()}
     assert_unsharded(finished(params, state, "soap"), "soap")
