@@ -214,17 +214,13 @@ def to_vector(tree: Sharded) -> Tensor:
     check_sharded("to_vector", tree)
     check_shards("to_vector", tree, tree.layout, gradients=True)
     layout = _vector_layout("to_vector", tree.layout)
-    shards = dict[str, Tensor]()
-    for key, buffer in layout.buffers.items():
-        x = tree[key]
-        if x is None:
-            shape = *rank_dims(layout), buffer.shard_numel
-            x = torch.zeros(shape, dtype=buffer.dtype, device=layout.mesh.device)
-        shards[key] = x.to(buffer.dtype)
-    full = gather(Sharded(shards, as_stored(layout)), lazy=False)
-    dtype = _vector_dtype(layout)
-    parts = [full[name].reshape(-1).to(dtype) for name in layout.slots]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device=layout.mesh.device)
+    zero = torch.zeros((), device=layout.mesh.device)
+    shards = {
+        key: (zero.expand(*rank_dims(layout), buffer.shard_numel) if tree[key] is None else tree[key]).to(buffer.dtype)
+        for key, buffer in layout.buffers.items()
+    }
+    full, dtype = gather(Sharded(shards, as_stored(layout)), lazy=False), _vector_dtype(layout)
+    return torch.cat([zero[None][:0].to(dtype), *(full[name].reshape(-1).to(dtype) for name in layout.slots)])
 
 
 def from_vector(vector: Any, layout: Layout) -> Sharded:

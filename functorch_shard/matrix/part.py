@@ -105,10 +105,7 @@ class WholePart:
     def plan(self, params: Sharded) -> Plan:
         """The owners and the state of the parameters, found once for a device."""
         if being_traced():
-            raise NotImplementedError(
-                "optimizer: whole=True: a compiled or recorded function cannot contain a step of whole parameters, in "
-                "which each rank has other shapes. Compile the gradients, and call opt.step outside of it."
-            )
+            raise NotImplementedError("optimizer: whole=True: a compiled or recorded function cannot contain a step")
         device = self._device(params)
         if device not in self._plans:
             parts = [slot.name for buffer in self.buffers.values() for slot in buffer.slots if slot.dtensor]

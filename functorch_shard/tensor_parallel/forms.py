@@ -39,8 +39,6 @@ def unfit(x: Any, mesh: Mesh) -> str:
     """Why a layout on ``mesh`` cannot hold the DTensor ``x``; empty if it can."""
     found = form(x)
     names = [name for name, _ in found.axes]
-    if x.device_mesh.mesh_dim_names is None:
-        return f"a {found}, whose device mesh has no mesh_dim_names"
     if own := [name for name in names if name in mesh.axes]:
         return f"a {found}, but the mesh itself has the axis {own[0]!r}; pass its full_tensor()"
     if odd := [text for text in found.placements if text != "R" and not text.startswith("S(")]:

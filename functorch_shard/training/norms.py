@@ -90,8 +90,6 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
         >>> clipped["fc"], norm
         (tensor([[1.0000, 1.5000],
                 [3.0000, 0.0000]]), tensor(7.))
-
-    Stands for ``clip_grad_norm_`` of fairscale's ``FullyShardedDataParallel``.
     """
     if not max_norm >= 0:
         raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, expected 0 or more")
