@@ -188,16 +188,6 @@ def test_a_hessian_product_draws_the_numbers_of_dropout_once() -> None:
     assert_trees_close(products[0], products[1], rtol=0, atol=0)
 
 
-@every_kind
-def test_a_product_of_trees_compares_nothing_and_reduces_trainable_buffers_alone(kind: str) -> None:
-    made = operator(fs.simulated_mesh(3), kind)
-    with count_collectives() as seen:
-        made.matvec(fs.curvature.randn_like(made.params, 0))
-    assert set(seen.by_kind) == {"all_gather", "psum_scatter"}
-    trainable = len(fs.partition(made.params)[0])
-    assert seen["psum_scatter"] == trainable * (2 if kind == "hessian" else 1)  # of the gradient too
-
-
 @on_each(gloo(2))
 def test_ranks_that_pass_different_vectors_raise_an_error(mesh: fs.Mesh) -> None:
     flat = operator(mesh, "hessian")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 import functorch_shard as fs
-from tests.support.ranks import gloo, on_each, sequential, simulated
 
 
 def test_keys_of_different_data_are_different() -> None:
@@ -28,16 +27,3 @@ def test_a_key_draws_the_same_and_leaves_the_generator_as_it_was() -> None:
     assert torch.equal(torch.rand(9, generator=key.generator()), torch.rand(9, generator=key.generator()))
     with key.fold_in(1).seeded():
         assert not torch.equal(torch.nn.functional.dropout(x), first)
-
-
-@on_each([*simulated(2), *sequential(2), *gloo(2)])
-def test_a_key_of_the_rank_gives_each_rank_its_own_dropout_and_the_same_again(mesh: fs.Mesh) -> None:
-    def masks(step: int) -> torch.Tensor:
-        draw = lambda x: fs.collectives.all_gather(torch.nn.functional.dropout(x)[None], mesh["shard"])  # noqa: E731
-        with fs.virtual.key(0, step, mesh.rank).seeded(mesh.device):
-            return mesh.spmd(draw, in_dims=None, out_dims=None)(torch.ones(64))
-
-    of_each = masks(7)
-    assert not of_each[0].equal(of_each[1])
-    assert of_each.equal(masks(7))
-    assert not of_each.equal(masks(8))
