@@ -52,31 +52,24 @@ def int8(block: int = 256) -> Codec:
         >>> decode(encode(torch.tensor([127.0, 1.4, 0.0])))
         tensor([127.,   1.,   0.])
     """
-    blocks = _Blocks(block)
-    return Codec(blocks.encode, blocks.decode)
 
+    def rows(x: Tensor) -> Tensor:
+        rest = -x.numel() % block
+        return (F.pad(x, (0, rest)) if rest else x).view(-1, block)  # (number of blocks, block)
 
-@dataclass(frozen=True)
-class _Blocks:
-    """Elements as multiples of their block's scale, none larger than 127."""
-
-    block: int
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self._rows(x.float())
-        scales = torch.linalg.vector_norm(rows, torch.inf, 1) / 127.0
+    def encode(x: Tensor) -> tuple[Tensor, Tensor]:
+        blocks = rows(x.float())
+        scales = torch.linalg.vector_norm(blocks, torch.inf, 1) / 127.0
         scales = torch.where(scales.isfinite(), scales, torch.nan)  # the values of the block are lost: show it
         too_small = scales < torch.finfo(scales.dtype).tiny  # to be divided by
-        quotients = rows * torch.where(too_small, 0.0, 1 / scales).unsqueeze(1)
+        quotients = blocks * torch.where(too_small, 0.0, 1 / scales).unsqueeze(1)
         return quotients.round_().to(torch.int8).flatten()[: x.numel()], scales
 
-    def decode(self, encoded: tuple[Tensor, Tensor]) -> Tensor:
+    def decode(encoded: tuple[Tensor, Tensor]) -> Tensor:
         values, scales = encoded
-        return (self._rows(values) * scales.unsqueeze(1)).flatten()[: values.numel()]
+        return (rows(values) * scales.unsqueeze(1)).flatten()[: values.numel()]
 
-    def _rows(self, x: Tensor) -> Tensor:
-        rest = -x.numel() % self.block
-        return (F.pad(x, (0, rest)) if rest else x).view(-1, self.block)  # (number of blocks, block)
+    return Codec(encode, decode)
 
 
 @dataclass(frozen=True)

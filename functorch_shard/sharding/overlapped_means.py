@@ -142,6 +142,5 @@ def _is_averaged(x: Tensor, place: Place | None) -> bool:
 
 
 def _leaf(node: Any) -> int:
-    """The id of the leaf whose gradient ``node`` adds up; -1 for other nodes."""
-    leaf = getattr(node, "variable", None)
-    return -1 if leaf is None else id(leaf)
+    """The id of the leaf whose gradient ``node`` adds up; that of ``None`` for other nodes."""
+    return id(getattr(node, "variable", None))

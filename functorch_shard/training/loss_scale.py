@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..containers import Static
 from ..layout.layout import rank_dims
-from ..layout.trees import Sharded, check_sharded, check_shards
+from ..layout.trees import Sharded, check_shards
 from ..storage.memory_kind import to_memory_kind_of
 from .norms import all_finite, scaled
 
@@ -83,7 +83,6 @@ class LossScale(Static):
         Returns:
             ``{"scale": float32, "good_steps": int32}`` of shape ``()``, with rank dims where ``params`` have them.
         """
-        check_sharded("LossScale.init: params", params)
         layout = params.layout
         scale = torch.full(rank_dims(layout), self.initial, dtype=torch.float32, device=layout.mesh.device)
         return {"scale": scale, "good_steps": torch.zeros_like(scale, dtype=torch.int32)}
@@ -110,7 +109,6 @@ class LossScale(Static):
         Cost:
             One all-reduce of a number per axis, and a copy of the gradients.
         """
-        check_sharded("LossScale.unscale: grads", grads)
         check_shards("LossScale.unscale: grads", grads, grads.layout, gradients=True)
         if not grads.layout.mesh.in_spmd:
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
