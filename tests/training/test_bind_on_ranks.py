@@ -18,7 +18,6 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.pool import run_ranks
 
 WIDTH = 6
-Run = Callable[[nn.Module, fs.Full, Tensor], Tensor]
 
 
 class Layer(nn.Module):
@@ -63,19 +62,11 @@ def inputs(num_rows: int = 8) -> Tensor:
     return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def by_functional_call(model: nn.Module, full: fs.Full, x: Tensor) -> Tensor:
-    return functional_call(model, full, (x,))
-
-
-def bound(model: nn.Module, full: fs.Full, x: Tensor) -> Tensor:
-    return fs.bind(model, full)(x)
-
-
-def train(mesh: fs.Mesh, model: nn.Module, run: Run, lazy: bool | None = None) -> Any:
+def train(mesh: fs.Mesh, model: nn.Module, run: Callable[[fs.Full, Tensor], Tensor], lazy: bool | None = None) -> Any:
     """SGD: losses, parameters, and the collectives of each step."""
     layout = fs.plan(model, mesh)
     params, losses, kinds = fs.shard(model, layout), [], []
-    loss_of = lambda p, x: run(model, fs.gather(p, lazy=lazy), x).square().mean()  # noqa: E731
+    loss_of = lambda p, x: run(fs.gather(p, lazy=lazy), x).square().mean()  # noqa: E731
     for step in range(4):
         torch.manual_seed(step)
         with count_collectives() as seen:
@@ -86,45 +77,20 @@ def train(mesh: fs.Mesh, model: nn.Module, run: Run, lazy: bool | None = None) -
     return losses, dict(fs.gather(params, lazy=False)), kinds
 
 
-def own_state(model: nn.Module) -> list[tuple[str, int, int]]:
-    """Which tensors the model has, and how often they were written to."""
-    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return [(name, id(x), x._version) for name, x in held]
-
-
-def _as_it_is(fn: Callable[..., Tensor], *args: Any) -> Tensor:
-    return fn(*args)
-
-
-class Plain(nn.Module):
-    """Without buffers or chance: it may be on the meta device."""
-
-    def __init__(self, how: Callable[..., Any] = again) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6).double() for _ in range(3))
-        self.how: Any = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.how(lambda x: self.layers[1](self.layers[0](x).tanh()).tanh(), x)
-        return self.layers[2](x)
-
-
 @pytest.mark.parametrize("trained", ["all", "none", "last"])
 def test_modules_that_run_with_their_own_parameters_are_accepted(trained: str) -> None:
     """Trainable, frozen, and the rest of a model of which a part is bound."""
-    model, critic = Plain(_as_it_is), Plain().requires_grad_(trained == "all")
-    critic.layers[2].requires_grad_(trained != "none")
-    mesh = fs.init_mesh()
-    params = fs.shard(model, fs.plan(model, mesh))
-    rest = {"layers.0.weight": 2 * critic.get_parameter("layers.0.weight").detach()}
+    model = Model().eval()
+    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
+    rest = {"embed.weight": 2 * model.embed.weight.detach()}
 
     def loss(how: Any, params: fs.Sharded) -> Tensor:
-        critic.how = how
+        critic = Model(how).eval().requires_grad_(trained == "all")
+        critic.blocks[2].requires_grad_(trained != "none")
         x = fs.bind(model, params)(inputs())
         return (critic(x) + fs.bind(critic, rest)(x)).square().mean()
 
-    expected, actual = (fs.grad(partial(loss, how))(params) for how in (_as_it_is, again))
+    expected, actual = (fs.grad(partial(loss, how))(params) for how in (None, again))
     assert_trees_close(actual, expected, rtol=0, atol=0)
 
 
@@ -170,17 +136,17 @@ def test_each_copy_of_one_module_is_recomputed_with_its_own_parameters_in_any_th
         with ThreadPoolExecutor(1) as thread:
             return [*thread.submit(torch.autograd.grad, penalty, leaves).result()]
 
-    assert_trees_close(gradients(Plain()), gradients(Plain(_as_it_is)), rtol=1e-12, atol=1e-12)
+    assert_trees_close(gradients(Model(again).eval()), gradients(Model().eval()), rtol=1e-12, atol=1e-12)
 
 
 def train_on_this_rank() -> Any:
-    mesh, others = fs.init_mesh(), []
-    for lazy in (None, False):
-        model = Model(again)
-        before = own_state(model)
-        others.append(train(mesh, model, bound, lazy))
-        assert own_state(model) == before
-    return train(mesh, Model(), by_functional_call), others
+    mesh, model = fs.init_mesh(), Model(again)
+    own = lambda: [(id(x), x._version) for x in (*model.parameters(), *model.buffers())]  # noqa: E731
+    before = own()
+    others = [train(mesh, model, lambda full, x: fs.bind(model, full)(x), lazy) for lazy in (None, False)]
+    assert own() == before
+    plain = Model()
+    return train(mesh, plain, lambda full, x: functional_call(plain, full, x)), others
 
 
 def test_steps_are_bitwise_those_without_checkpointing_and_gather_what_they_must() -> None:
