@@ -56,10 +56,12 @@ def values(dtypes: str = "float64", seed: int = 0) -> dict[str, Tensor]:
     return {name: draw(shape, dtype) for (name, shape), dtype in zip(SHAPES.items(), cycle(kinds), strict=False)}
 
 
-def sharded(mesh: fs.Mesh, dtypes: str = "float64", ignored: str = "sharded", **options: Any) -> fs.Sharded:
-    """With integers as well, so that they can be seen to count nothing."""
-    given = {**values(dtypes), **FROZEN}
-    return fs.shard(given, fs.plan(given, mesh, ignored=IGNORED[ignored], **{"units": "blocks", **options}))
+def sharded(
+    mesh: fs.Mesh, dtypes: str = "float64", ignored: str = "sharded", bad: Bad | None = None, **options: Any
+) -> fs.Sharded:
+    """With integers as well, so that they can be seen to count nothing, and what is not finite."""
+    given = spoiled_values(bad or {}, dtypes)
+    return fs.shard(given, fs.plan(given, mesh, ignored=IGNORED[ignored], units="blocks", **options))
 
 
 def with_padding(tree: fs.Sharded, padding: float) -> fs.Sharded:
@@ -79,18 +81,10 @@ def with_padding(tree: fs.Sharded, padding: float) -> fs.Sharded:
     return fs.Sharded(shards, tree.layout)
 
 
-def some_none(tree: fs.Sharded) -> fs.Sharded:
-    """As gradients of frozen parameters are."""
-    return fs.Sharded({key: None if key.startswith("c") else x for key, x in tree.items()}, tree.layout)
-
-
-def wide(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.abs().to(dtype) if x.is_complex() else x.to(dtype)
-
-
 def total(tensors: Mapping[str, Tensor], p: float, dtype: torch.dtype) -> Tensor:
     """By torch, on the whole tensors; of empty ones it refuses to take the largest magnitude."""
-    return get_total_norm([wide(x, dtype) for x in tensors.values() if x.numel() or p != INF], p)
+    given = [x for x in tensors.values() if x.numel() or p != INF]
+    return get_total_norm([x.abs().to(dtype) for x in given], p)
 
 
 def first(x: Tensor, mesh: fs.Mesh) -> Tensor:
@@ -116,9 +110,3 @@ def spoiled_values(bad: Bad, dtypes: str = "float64") -> dict[str, Tensor]:
         for index, value in places.items():
             given[name][index] = value
     return {**given, **FROZEN}
-
-
-def spoiled(mesh: fs.Mesh, bad: Bad, dtypes: str = "float64", **options: Any) -> fs.Sharded:
-    """Where ``bad`` says so."""
-    given = spoiled_values(bad, dtypes)
-    return fs.shard(given, fs.plan(given, mesh, **{"units": "blocks", **options}))
