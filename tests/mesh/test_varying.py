@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
@@ -59,25 +58,6 @@ def test_collectives_say_what_is_the_same_on_every_rank() -> None:
         "joint": (),
         "one": BOTH,
     }
-
-
-def test_gradients_of_shards_vary_over_the_shards_and_not_over_replicas() -> None:
-    model = nn.Linear(6, 5).double()
-
-    def program(mesh: fs.Mesh, x: Tensor) -> Any:
-        params = fs.scatter_grads(dict(model.named_parameters()), fs.plan(model, mesh))
-
-        def loss(p: fs.Sharded) -> Tensor:
-            return functional_call(model, fs.gather(p), (x,)).square().sum()
-
-        g = fs.grad(loss)(params)
-        hvp = jvp(fs.grad(loss), (params,), (params,))[1]
-        clipped, norm = fs.clip_by_global_norm(g, 1.0)
-        return g, fs.gather(params), hvp, clipped, norm, fs.all_finite(g)
-
-    shards = {"(root)": ("shard",)}
-    whole = {"weight": ("replicate",), "bias": ("replicate",)}  # copies, whose gradients are added up
-    assert seen(program) == (shards, whole, shards, shards, (), ())
 
 
 def test_random_numbers_vary_where_ranks_draw_their_own() -> None:
