@@ -10,7 +10,6 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,39 +26,17 @@ STEPS, RANKS, BATCH_SIZE = 5, 2, 2
 TORCHRUN = f"-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {RANKS}".split()
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes(b"".join(b"line %d of a text to learn by heart\n" % i for i in range(400)))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def options(text: str) -> list[str]:
-    return ["--steps", str(STEPS), "--batch-size", str(BATCH_SIZE), "--seed", "3", "--text", text, "--json"]
-
-
-@pytest.fixture(scope="module")
-def simulated(options: list[str]) -> dict[str, Any]:
-    return results(printed_by(TRAIN_GPT, *options, "--ranks", str(RANKS))[0])
-
-
-@pytest.fixture(scope="module")
-def real(options: list[str]) -> dict[str, Any]:
-    """By ranks that import nothing again; those that torchrun starts have the same outcome, below."""
-    return results(run_ranks(printed_by, RANKS, TRAIN_GPT, *options)[0][0])
-
-
-def results(output: str) -> dict[str, Any]:
-    return json.loads(output.splitlines()[-1])
-
-
 @pytest.mark.slow
-def test_both_match_a_plain_unsharded_torch_loop(simulated: dict[str, Any], real: dict[str, Any], text: str) -> None:
-    losses = train_unsharded(text)
+def test_both_match_a_plain_unsharded_torch_loop(tmp_path: Path) -> None:
+    """Real ranks import nothing again; those that torchrun starts have the same outcome, below."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"".join(b"line %d of a text to learn by heart\n" % i for i in range(400)))
+    options = f"--steps {STEPS} --batch-size {BATCH_SIZE} --seed 3 --text {text} --json".split()
+    losses = train_unsharded(str(text))
     assert losses[-1] < losses[0] - 0.1
-    assert simulated["losses"] == pytest.approx(losses, abs=1e-5)
-    assert real["losses"] == pytest.approx(losses, abs=1e-5)
+    simulated = printed_by(TRAIN_GPT, *options, "--ranks", str(RANKS))
+    for output, _ in (simulated, run_ranks(printed_by, RANKS, TRAIN_GPT, *options)[0]):
+        assert json.loads(output.splitlines()[-1])["losses"] == pytest.approx(losses, abs=1e-5)
 
 
 def train_unsharded(text: str) -> list[float]:
