@@ -96,12 +96,10 @@ def jacfwd(fn: Callable[..., Any], argnums: int = 0, *, chunk_size: int | None =
         columns for each buffer and output.
 
     Example:
-        >>> mesh = fs.simulated_mesh(2)
-        >>> params = fs.shard({"fc.w": torch.ones(2)}, fs.plan({"fc.w": torch.ones(2)}, mesh))
-        >>> squares = lambda params, x: fs.gather(params)["fc.w"] ** 2 * x
-        >>> one, other = (mesh.spmd(jac(squares))(params, torch.tensor([1.0, 3.0])) for jac in (jacrev, jacfwd))
-        >>> torch.equal(one["fc"], other["fc"])
-        True
+        >>> params = fs.shard({"w": torch.ones(2)}, fs.plan({"w": torch.ones(2)}, fs.simulated_mesh(1)))
+        >>> params.layout.mesh.spmd(jacfwd(lambda params: fs.gather(params)["w"] ** 2))(params)["(root)"]
+        tensor([[[2., 0.],
+                 [0., 2.]]])
     """
 
     def of_trainable(trainable: Sharded, of: Of) -> Any:

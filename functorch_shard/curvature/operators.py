@@ -21,7 +21,7 @@ from ..containers import is_array
 from ..errors import reject
 from ..layout.buffers import dtype_name
 from ..layout.layout import Layout, as_stored, rank_dims, select_buffers
-from ..layout.trees import Sharded, check_layout, check_sharded, check_shards, map_items
+from ..layout.trees import Sharded, check_shards, map_items
 from ..mesh.agreement import value_lines
 from ..sharding.gather import gather
 from ..sharding.shard import merge, partition, shard
@@ -146,7 +146,6 @@ class Operator:
             tree = from_vector(vector.reshape(-1).to(_vector_dtype(self._layout)), self.params.layout)
             result = to_vector(self.matvec(tree)).reshape(vector.shape)
             return result if isinstance(v, Tensor) else result.numpy(force=True)
-        check_sharded("matvec", v)
         if v.layout not in (self.params.layout, partition(self.params)[0].layout):
             raise ValueError("matvec: the vector has another layout than the parameters; fs.reshard moves it there.")
         mesh = self.params.layout.mesh
@@ -163,7 +162,6 @@ class Operator:
 
 
 def _operator(kind: str, product: Product, params: Sharded, *args: Any) -> Operator:
-    check_sharded(kind, params)
     _vector_layout(kind, params.layout)
     return Operator(params, args, kind, product, params.layout.mesh.in_spmd)
 
@@ -211,7 +209,6 @@ def to_vector(tree: Sharded) -> Tensor:
         >>> to_vector(fs.shard(values, fs.plan(values, fs.simulated_mesh(2))))
         tensor([1., 2., 3., 4., 5.])
     """
-    check_sharded("to_vector", tree)
     check_shards("to_vector", tree, tree.layout, gradients=True)
     layout = _vector_layout("to_vector", tree.layout)
     zero = torch.zeros((), device=layout.mesh.device)
@@ -249,16 +246,14 @@ def from_vector(vector: Any, layout: Layout) -> Sharded:
         tensor([[1., 2.],
                 [3., 0.]])
     """
-    check_layout("from_vector", layout)
     wanted = _vector_layout("from_vector", layout)
     given = lambda: vector.detach() if isinstance(vector, Tensor) else torch.tensor(vector)  # noqa: E731
     x = layout.mesh.agree("from_vector", given, lambda x: value_lines({"the vector": x}, ["the vector"]), _ADVICE)
     slots = wanted.slots.values()
     parts = zip(slots, x.split([slot.numel for slot in slots]), strict=True)
     shards = shard({slot.name: part.reshape(slot.shape).to(slot.dtype) for slot, part in parts}, wanted)
-    sources = [vector] if isinstance(vector, Tensor) else []
     text = "from_vector: the tree has no derivative by the vector. Compute with Sharded trees, or detach the vector."
-    found = without_derivative(text, dict(shards.items()), sources)
+    found = without_derivative(text, dict(shards.items()), [vector] if isinstance(vector, Tensor) else [])
     return Sharded({key: found.get(key) for key in layout.buffers}, layout)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -34,6 +34,7 @@ class WholePart:
 
     opt: Any  # an Optimizer, whose module chooses this one
     buffers: Mapping[str, Buffer]
+    _plans: dict[torch.device, Plan] = field(default_factory=dict)
 
     @property
     def num_shards(self) -> int:
@@ -97,10 +98,6 @@ class WholePart:
         step = WholeStep(self.opt, axis, plan, options, device, dict(sorted(places.items())), stacked, grads, new)
         step.run(plan.rounds({key: self.buffers[key] for key in grads}))
         return new
-
-    @cached_property
-    def _plans(self) -> dict[torch.device, Plan]:
-        return {}
 
     def plan(self, params: Sharded) -> Plan:
         """The owners and the state of the parameters, found once for a device."""

@@ -17,7 +17,7 @@ parameters in order of decreasing cost, each to the rank with the least cost so 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -86,6 +86,7 @@ class Plan:
     num_ranks: int  # that update parameters for each other; one where each rank holds them whole
     owned: Mapping[str, Owned]  # each parameter, by name
     state: Mapping[str, Buffers]  # the buffers that the state is in, by the name of an entry, then by key
+    _rounds: dict[tuple[str, ...], Sequence[Round]] = field(default_factory=dict)
 
     @cached_property
     def places(self) -> Mapping[tuple[str, str], tuple[str, int, int]]:
@@ -103,10 +104,6 @@ class Plan:
             owners = {name: each.owner for name, each in self.owned.items()}
             self._rounds[keys] = rounds_of(self.num_ranks, buffers, owners)
         return self._rounds[keys]
-
-    @cached_property
-    def _rounds(self) -> dict[tuple[str, ...], Sequence[Round]]:
-        return {}
 
 
 def make_plan(layout: Layout, num_ranks: int, buffers: Buffers, specs: Mapping[Any, Spec]) -> Plan:
