@@ -118,19 +118,13 @@ def make_plan(layout: Layout, num_ranks: int, buffers: Buffers, specs: Mapping[A
 
 
 def cost_of(shape: Sequence[int]) -> int:
-    """The work of an update, up to a factor: products of a matrix with its own Gram matrix; else one pass over it.
-
-    Dims behind the first are one, as for convolutions.
-    """
+    """The work of an update, up to a factor: of a matrix with its Gram matrix; dims behind the first are one."""
     rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
     return rows * columns * min(rows, columns)
 
 
 def assign(costs: Sequence[int], num_ranks: int, held: Sequence[Sequence[int]]) -> list[int]:
-    """Return the owner of each parameter, by its cost.
-
-    Of ranks with the same work so far it is the one that has most of its elements (``held``) already, then the first.
-    """
+    """Return the owner of each parameter, by its cost; of equal ranks the one that has most of it (``held``)."""
     work, owners = [0] * num_ranks, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         owners[i] = min(range(num_ranks), key=lambda rank: (work[rank], -held[i][rank], rank))
@@ -194,11 +188,7 @@ def _parts(
 
 
 def _state_buffers(layout: Layout, buffers: Buffers, owned: Mapping[str, Owned]) -> dict[str, dict[str, Buffer]]:
-    """The buffers that the state is in: by the name of an entry, then by key.
-
-    A key is of the parameters of one label, one dtype, and sharded or not. In the shard of each owner are the entries
-    of the parameters that it has, then padding.
-    """
+    """The buffers that the state is in, by entry, then by key: of one label, one dtype, and sharded or not."""
     several = len({buffer.dtype for buffer in buffers.values()}) > 1
     groups: dict[tuple[str, str], list[tuple[Buffer, Owned, Entry]]] = {}
     for buffer in buffers.values():

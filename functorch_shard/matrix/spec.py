@@ -93,9 +93,8 @@ _NUM_STEPS = 8
 
 
 def check_whole(cls: Class, every: Sequence[Options]) -> None:
-    """Raise unless ``cls`` updates each parameter by itself with ``every`` options, as those of ``torch.optim`` do.
+    """Raise unless ``cls`` updates each parameter by itself with ``every`` options, by one object for all or by many.
 
-    Another class takes a few steps on three matrices, by one object for all, and by a new one for each and each step.
     With a small learning rate, estimates of a distance do not begin to grow, so that it is tried with 1 as well.
     """
     if cls in (*ELEMENTWISE, torch.optim.Muon, torch.optim.Adafactor):

@@ -219,10 +219,7 @@ OwnTotal = tuple[Over, Tensor]  # the total of this rank's part of them
 def _own_totals(
     kind: Norm, shards: Iterable[tuple[Buffer, Tensor]], layout: Layout, by_name: bool, in_blocks: bool
 ) -> Iterator[OwnTotal]:
-    """Yield the totals of shards on this rank, by name, or one for all slots that are sharded over the same axes.
-
-    Or those of their blocks, in order, by name or by buffer.
-    """
+    """Yield the totals of shards on this rank, or of their blocks, by name or for all slots of the same axes."""
     for buffer, x in shards:
         axes, rank = (shard_axis(layout),) if buffer.num_shards > 1 else (), shard_index(buffer, layout)
         parts = [(buffer, x, rank)]
