@@ -16,6 +16,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Counter
+from tests.support.differentiated import by_backward
 from tests.support.ranks import HYBRID, Ranks, gloo
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -93,13 +94,10 @@ def loss(full: fs.Full, x: Tensor) -> Tensor:
     return torch.stack([(w.double() * x).square().sum() for w in plain]).sum()
 
 
-def by_backward(of: Callable[[fs.Sharded], Tensor], params: fs.Sharded) -> dict[str, Tensor]:
-    """The mean taken at the gather; on real ranks by plain autograd, which reduces while backward goes on."""
-    if params.layout.mesh.is_simulated:
-        return dict(torch.func.grad(of)(params))
-    leaves = {key: x.detach().requires_grad_() for key, x in params.items()}
-    of(fs.Sharded(leaves, params.layout)).backward()
-    return {key: x.grad for key, x in leaves.items() if x.grad is not None}
+def gradient_at_the_gather(of: Callable[[fs.Sharded], Tensor], params: fs.Sharded) -> dict[str, Tensor]:
+    """The mean taken there; on real ranks by plain autograd, which reduces while backward goes on."""
+    grads = (torch.func.grad if params.layout.mesh.is_simulated else by_backward)(of)(params)
+    return {key: x for key, x in grads.items() if x is not None}
 
 
 Result = tuple[dict[str, dict[str, Tensor]], Bytes]
@@ -120,7 +118,7 @@ def result(case: Case, params: fs.Sharded, lazy: bool | None) -> Result:
     ways = {
         "fs.grad": dict(counting.layout.mesh.spmd(fs.grad(of))(counting, x)),
         "values": dict(mesh.spmd(lambda p: fs.materialize(case.gather(p, lazy)))(params)),
-        "backward": mesh.spmd(lambda p, x: by_backward(lambda p: of(p, x), p))(params, x),
+        "backward": mesh.spmd(lambda p, x: gradient_at_the_gather(lambda p: of(p, x), p))(params, x),
         **({} if lazy else {"by hand": dict(mesh.spmd(by_hand)(params, x))}),
     }
     return ways, {key: (one.number, one.nbytes) for key, one in counter.traffic.items()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +34,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "a parameter on every rank": {"ignored": ["units.1.bias"]},
 }
 Loss = Callable[[Any, fs.Mesh], Tensor]
+Both = tuple[list[Tensor], list[Tensor], int, int]
 
 
 def at_end() -> Any:
@@ -78,19 +81,24 @@ def planned(model: nn.Module, mesh: fs.Mesh, **options: Any) -> fs.Layout:
     return fs.plan(model, mesh, units=[[f"units.{i}"] for i in range(UNITS)], **options)
 
 
-def gradients_on_this_rank(kind: str, name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], int, int]:
+def both_ways(loss: Callable[..., Tensor], mesh: fs.Mesh, *trees: fs.Sharded) -> Both:
     """While backward goes on and at its end, and how many all-reduces each has taken."""
-    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL).to(dtype)
-    params = fs.shard(model, planned(model, mesh, **PLANS[kind]))
+    gradient = fs.grad(loss, argnums=tuple(range(len(trees))))
     with count_collectives() as seen:
-        overlapped = fs.grad(LOSSES[name])(params, mesh)
+        overlapped = gradient(*trees, mesh)
     with count_collectives() as of_end, at_end():
-        expected = fs.grad(LOSSES[name])(params, mesh)
-    return [*overlapped.values()], [*expected.values()], seen["psum"], of_end["psum"]
+        expected = gradient(*trees, mesh)
+    first, second = ([x for tree in each for x in tree.values()] for each in (overlapped, expected))
+    return first, second, seen["psum"], of_end["psum"]
 
 
-def assert_same(results: Any) -> None:
-    for overlapped, expected, number, number_at_end in results:
+def gradients_on_this_rank(kind: str, name: str, dtype: torch.dtype) -> list[Both]:
+    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL).to(dtype)
+    return [both_ways(LOSSES[name], mesh, fs.shard(model, planned(model, mesh, **PLANS[kind])))]
+
+
+def assert_same(ranks: list[list[Both]]) -> None:
+    for overlapped, expected, number, number_at_end in chain(*ranks):
         assert number == number_at_end
         for x, y in zip(overlapped, expected, strict=True):
             assert x.dtype == y.dtype
@@ -128,43 +136,26 @@ def with_hooks(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
     return once(a, mesh) + once(b, mesh)
 
 
-def with_a_sum_over_replicas(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
+def with_a_sum(a: Any, b: Any, mesh: fs.Mesh, axes: Any) -> Tensor:
     first, second = (a, b) if mesh.rank < 2 else (b, a)
-    return fs.collectives.psum(once(first, mesh), mesh["replicate"]) * once(second, mesh)
+    return fs.collectives.psum(once(first, mesh), mesh[axes]) * once(second, mesh)
 
 
-def with_a_sum_over_all(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
-    first, second = (a, b) if mesh.rank < 2 else (b, a)
-    return fs.collectives.psum(once(first, mesh), mesh["replicate", "shard"]) * once(second, mesh)
+USES: list[Callable[..., Tensor]] = [
+    *(in_another_order, one_in_a_replica, with_a_norm_in_a_replica, with_hooks),
+    *(partial(with_a_sum, axes=axes) for axes in ("replicate", ("replicate", "shard"))),
+]
 
 
-USES = (
-    in_another_order,
-    one_in_a_replica,
-    with_a_norm_in_a_replica,
-    with_hooks,
-    with_a_sum_over_replicas,
-    with_a_sum_over_all,
-)
-
-
-def of_two_trees_on_this_rank() -> list[tuple[list[Tensor], list[Tensor], int, int]]:
-    mesh, model, results = fs.init_mesh(AXES), Units(UNITS, SMALL).double(), []
+def of_two_trees_on_this_rank() -> list[Both]:
+    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL).double()
     a = fs.shard(model, planned(model, mesh))
     b = fs.Sharded({key: x.cos() for key, x in a.items()}, a.layout)
-    for loss in USES:
-        with count_collectives() as seen:
-            overlapped = fs.grad(loss, argnums=(0, 1))(a, b, mesh)
-        with count_collectives() as of_end, at_end():
-            expected = fs.grad(loss, argnums=(0, 1))(a, b, mesh)
-        flat = ([x for tree in trees for x in tree.values()] for trees in (overlapped, expected))
-        results.append((*flat, seen["psum"], of_end["psum"]))
-    return results
+    return [both_ways(loss, mesh, a, b) for loss in USES]
 
 
 def test_replicas_may_use_trees_in_other_orders_and_for_other_things() -> None:
-    for results in run_ranks(of_two_trees_on_this_rank, 4):
-        assert_same(results)
+    assert_same(run_ranks(of_two_trees_on_this_rank, 4))
 
 
 def started_and_waited_on_this_rank() -> list[str]:

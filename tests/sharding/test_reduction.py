@@ -109,12 +109,8 @@ def sum_in_rank_order(kind: str, layout: fs.Layout) -> Tensor:
     return (total / (layout.num_ranks / before) if layout.reduction == "mean" else total).to(buffer.dtype)
 
 
-both = pytest.mark.parametrize("ranks", gloo(3), ids=str)
-every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@both
-@every_kind
+@pytest.mark.parametrize("ranks", gloo(3), ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_in_rank_order_and_the_same_both_ways_bitwise(kind: str, ranks: Ranks) -> None:
     for reduction in ("mean", "sum"):
         layout = planned(kind, fs.simulated_mesh(ranks.size), reduction)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -84,27 +83,19 @@ def meshes(mesh: fs.Mesh) -> list[fs.Mesh]:
     return [mesh, *map(fs.init_mesh, axes)]
 
 
-@cache
-def moved(ranks: Ranks) -> list[tuple[list[Any], dict[Any, Sent]]]:
-    return ranks.run(moves)
-
-
 two_or_four = pytest.mark.parametrize("ranks", [*gloo(2), *slow(gloo(4))], ids=str)
 
 
 @two_or_four
-def test_every_bit_arrives_between_any_two_meshes_and_layouts(ranks: Ranks) -> None:
-    for wrong, sent in moved(ranks):
+def test_every_bit_arrives_and_only_what_moves_is_sent_in_one_exchange_a_buffer(ranks: Ranks) -> None:
+    """Between any two meshes and layouts."""
+    results = ranks.run(moves)
+    for wrong, sent in results:
         assert wrong == []
         assert len(sent) == (3 * len(OPTIONS)) ** 2 + 9
-
-
-@two_or_four
-def test_only_what_moves_is_sent_in_one_exchange_a_buffer(ranks: Ranks) -> None:
-    for _, sent in moved(ranks):
         for case, (nbytes, planned, exchanges, buffers) in sent.items():
             assert (case, nbytes, exchanges) == (case, planned, buffers)
-    assert sum(nbytes for _, sent in moved(ranks) for nbytes, *_ in sent.values()) > 0
+    assert sum(nbytes for _, sent in results for nbytes, *_ in sent.values()) > 0
 
 
 def errors(mesh: fs.Mesh) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from torch import nn
 import functorch_shard as fs
 from functorch_shard.sharding import session
 from functorch_shard.sharding.reduction import Part
-from functorch_shard.sharding.session import NO_PASS, Session, UnitBuffers, expected_order, small_units
+from functorch_shard.sharding.session import NO_PASS, Session, expected_order, small_units
 
 some_laws = settings(max_examples=100, deadline=None)
 passes = st.sampled_from([NO_PASS, NO_PASS, 1, 2])
@@ -60,15 +59,6 @@ def equal_units(number: int) -> Units:
 def in_pass(number: int) -> Any:
     """A context in which backward pass ``number`` runs."""
     return mock.patch.object(session, "backward_pass", return_value=number)
-
-
-@contextmanager
-def fetches() -> Iterator[list[int]]:
-    """The units whose gathers are started, in order."""
-    seen: list[int] = []
-    gather = UnitBuffers._gather
-    with mock.patch.object(UnitBuffers, "_gather", lambda unit, i: (seen.append(unit.part.unit), gather(unit, i))[1]):
-        yield seen
 
 
 def test_the_first_forward_fetches_the_next_unit_of_the_layout() -> None:

@@ -14,22 +14,12 @@ import functorch_shard as fs
 from functorch_shard.layout.trees import map_items
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import two_layers
-from tests.support.norms import FROZEN, INF, values
+from tests.support.norms import INF, sharded
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import refused
 from tests.support.steps import copied
 
 F16, F32 = torch.float16, torch.float32
-
-
-def sharded(mesh: fs.Mesh, dtypes: str = "float32", **options: Any) -> fs.Sharded:
-    given = {**values(dtypes), **FROZEN}
-    return fs.shard(given, fs.plan(given, mesh, units="blocks", **options))
-
-
-def as_grads(tree: fs.Sharded) -> fs.Sharded:
-    """As ``fs.grad`` returns them: nothing for what is not trainable."""
-    return fs.Sharded({key: x if tree.layout.buffers[key].trainable else None for key, x in tree.items()}, tree.layout)
 
 
 @pytest.mark.parametrize(("interval", "growth", "backoff", "odds"), [(1, 2.0, 0.5, 0.5), (7, 1.1, 0.3, 0.1)])
@@ -72,7 +62,8 @@ def test_a_loss_in_half_precision_is_scaled_in_float32() -> None:
 def test_unscaling_undoes_scaling_and_finds_all_finite() -> None:
     axes = {"replicate": 2, "shard": 3}
     mesh, scaling = fs.simulated_mesh(axes), fs.LossScale.static(128.0)
-    grads = as_grads(sharded(mesh, "mixed with float64", ignored=["b"]))
+    tree = sharded(mesh, "mixed with float64", "b whole")
+    grads = fs.Sharded({k: x if tree.layout.buffers[k].trainable else None for k, x in tree.items()}, tree.layout)
     state = scaling.init(grads)
     scaled = fs.Sharded({k: x if x is None else x * scaling.initial for k, x in grads.items()}, grads.layout)
     before = copied(scaled)
