@@ -16,6 +16,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Counter
+from tests.sharding.test_resharding import bits
 from tests.support.differentiated import by_backward
 from tests.support.ranks import HYBRID, Ranks, gloo
 
@@ -129,10 +130,6 @@ def results(mesh: fs.Mesh) -> list[list[Result]]:
     sharded = [(case, fs.shard(case.values, case.plan(mesh))) for case in cases(mesh.axes)]
     ways = [None] if mesh.is_simulated else [False, True]
     return [[result(case, params, lazy) for lazy in ways] for case, params in sharded]
-
-
-def bits(x: Tensor) -> Tensor:
-    return (torch.view_as_real(x) if x.is_complex() else x).contiguous().view(torch.uint8)
 
 
 def assert_bitwise(actual: Any, expected: Any, case: Case) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.sharding.test_resharding import bits
 from tests.support.models import awkward, two_layers
 from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated
 from tests.support.refusals import text_of
@@ -20,10 +21,6 @@ from tests.support.refusals import text_of
 
 def values_of(model: torch.nn.Module) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
 
 
 DTYPES = [
@@ -74,7 +71,7 @@ def each_case_from_each_rank(mesh: fs.Mesh) -> dict[int, dict[str, int]]:
                 params = mesh.spmd(partial(fs.shard, layout=layout, from_rank=source))(given)
             for key, x in expected.items():
                 assert params[key].dtype == x.dtype
-                assert torch.equal(as_bytes(params[key]), as_bytes(x)), (case, source, given, key)
+                assert torch.equal(bits(params[key]), bits(x)), (case, source, given, key)
             if case == "awkward":
                 sent[source] = dict(seen.by_kind)
         if mesh.is_simulated:  # one process has the values of all

@@ -24,6 +24,7 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, two_layers
 from tests.support.refusals import refused
 
+mapped: Any = optree.tree_map  # its type knows no trees of other libraries
 STEPS = 3
 # What is frozen in each phase, by the beginning of its name: in later phases some of it thaws, and other parts freeze.
 PHASES = (("0.",), (), ("2.", "4.bias"), ("4.weight",))
@@ -179,10 +180,6 @@ def test_parameters_keep_every_bit_in_any_other_layout(data: Any, tree: dict[str
     assert same_bits(moved, fs.shard(tree, new))  # padding too
     assert moved.layout is new
     assert same_bits(fs.reshard(moved, old), fs.shard(tree, old))
-
-
-def mapped(fn: Any, tree: Any) -> Any:
-    return optree.tree_map(fn, tree)
 
 
 def same_bits(a: fs.Sharded, b: fs.Sharded) -> bool:

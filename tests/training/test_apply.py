@@ -15,6 +15,7 @@ from torch.func import functional_call, grad, jvp
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.sharding.test_resharding import bits
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 from tests.support.refusals import refused
 
@@ -85,10 +86,6 @@ def train_in_a_loop(num_ranks: int, sync: bool = True) -> tuple[Values, list[Val
                     buffer.copy_(mean)
     params = {name: p.detach() for name, p in model.named_parameters()}
     return params, [dict(rank.named_buffers()) for rank in ranks], losses
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.detach().flatten().view(torch.uint8)
 
 
 def stacked(trees: Sequence[Any]) -> Any:

@@ -70,10 +70,6 @@ class Late(nn.Module):
         return lambda: self.head(h).square().mean()
 
 
-def late_loss(model: Late, params: Any, x: Tensor) -> Tensor:
-    return fs.bind(model, params)(x)()
-
-
 def late_batch(mesh: fs.Mesh) -> Tensor:
     x = torch.randn(mesh.size, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return mesh.split(x)
@@ -85,7 +81,7 @@ def gradients(mesh: fs.Mesh, batched: bool) -> Any:
     models, x = [Late(not batched), *(Late(how=how) for how in hows)], late_batch(mesh)
     params = fs.shard(models[0], fs.plan(models[0], mesh))
     ways = [lambda loss: mesh.spmd(fs.grad(loss)), *([] if mesh.is_simulated else [by_backward])]
-    results = [way(partial(late_loss, model))(params, x) for way in ways for model in models]
+    results = [way(lambda p, x, model=model: fs.bind(model, p)(x)())(params, x) for way in ways for model in models]
     return [fs.gather(grads, lazy=False) for grads in results]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import optree
@@ -149,13 +149,8 @@ def test_activations_are_freed_as_backward_goes() -> None:
     assert peak(torch.func.grad(deep), x) >= 2 * layers
 
 
-@contextmanager
-def no_mode() -> Iterator[None]:
-    yield
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad, no_mode])
-@pytest.mark.parametrize("made_in", [no_mode, torch.inference_mode])
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad, nullcontext])
+@pytest.mark.parametrize("made_in", [nullcontext, torch.inference_mode])
 def test_grad_mode_and_inference_mode_around_a_call_change_nothing(around: Any, made_in: Any) -> None:
     with made_in():
         x, y, z = three()

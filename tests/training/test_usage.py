@@ -74,10 +74,8 @@ def test_parameters_that_are_used_in_part_are_not_refused(mesh: fs.Mesh) -> None
     both = mesh.spmd(fs.grad(lambda trees, x: fs.gather(trees[1])["2.bias"].sum()))((params, params), rows)
     assert [tree["2"].abs().sum().item() > 0 for tree in both] == [False, True]
     penalty = mesh.spmd(fs.grad(lambda p, x: sum(shard.square().sum() for shard in p.values())))(params, rows)
-    shards = mesh.axes[
-        "shard"
-    ]  # each rank returns its own part: their mean has the gradient of a shard's part of the sum
-    assert all(torch.equal(penalty[key], 2 * params[key] / shards) for key in params)
+    # each rank returns its own part: their mean has the gradient of a shard's part of the sum
+    assert all(torch.equal(penalty[key], 2 * params[key] / mesh.axes["shard"]) for key in params)
 
 
 @on_meshes
