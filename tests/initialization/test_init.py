@@ -235,20 +235,6 @@ def test_a_tied_parameter_has_the_last_values_and_may_not_be_filled_again_in_par
         fs.init(model, layout, init=only(nn.Linear, 0))
 
 
-def test_a_buffer_that_is_filled_twice_starts_from_the_first_values() -> None:
-    def init(module: Any) -> None:
-        if isinstance(module, nn.BatchNorm1d):
-            module.reset_parameters()
-        else:
-            module[0].running_mean.add_(3)
-            module[0].running_var[1].fill_(5)
-
-    model = on_meta(lambda: nn.Sequential(nn.BatchNorm1d(2)))
-    _, buffers = fs.init(model, fs.plan(model, fs.simulated_mesh(1)), init=init)
-    assert buffers["0.running_mean"].tolist() == [[3.0, 3.0]]
-    assert buffers["0.running_var"].tolist() == [[1.0, 5.0]]
-
-
 class Careless(nn.Module):
     """Resets a part of what it has."""
 

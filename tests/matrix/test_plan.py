@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functorch_shard as fs
-from functorch_shard.matrix.plan import ROUND, assign, cost_of, owners_of, rounds_of
+from functorch_shard.matrix.plan import ROUND, assign, owners_of, rounds_of
 
 COSTS = st.lists(st.integers(0, 100), max_size=7)
 
@@ -30,10 +30,6 @@ def test_the_most_work_of_a_rank_is_within_grahams_bound_of_the_best(costs: list
 
 def test_of_ranks_with_equal_work_the_one_that_has_most_of_a_parameter_updates_it() -> None:
     assert assign([5, 5, 5], 3, [[0, 0, 9], [1, 0, 8], [0, 7, 0]]) == [2, 0, 1]
-
-
-def test_the_cost_of_a_matrix_is_that_of_its_gram_matrix() -> None:
-    assert [cost_of(shape) for shape in ((3, 5), (5, 3), (4, 2, 3), (7,), (), (0, 3))] == [45, 45, 96, 7, 1, 0]
 
 
 def test_a_round_ends_when_an_owner_has_enough_and_costs_in_it_are_similar() -> None:

@@ -46,16 +46,15 @@ def test_a_class_that_does_not_update_each_parameter_by_itself_is_refused_with_i
             fs.optimizer(cls, whole=True, lr=rate)
 
 
+def one_matrix() -> fs.Sharded:
+    return fs.shard({"w": torch.ones(6, 4)}, fs.plan({"w": torch.ones(6, 4)}, fs.simulated_mesh(2)))
+
+
 @pytest.mark.parametrize(("cls", "options", "names"), ACCEPTED, ids=[case[0].__name__ for case in ACCEPTED])
 def test_what_a_class_keeps_for_a_parameter_is_found_by_name(
     cls: Any, options: dict[str, Any], names: list[str]
 ) -> None:
-    params = fs.shard({"w": torch.ones(6, 4)}, fs.plan({"w": torch.ones(6, 4)}, fs.simulated_mesh(2)))
-    assert list(fs.optimizer(cls, whole=True, lr=0.1, **options).init(params)) == names
-
-
-def one_matrix() -> fs.Sharded:
-    return fs.shard({"w": torch.ones(6, 4)}, fs.plan({"w": torch.ones(6, 4)}, fs.simulated_mesh(2)))
+    assert list(fs.optimizer(cls, whole=True, lr=0.1, **options).init(one_matrix())) == names
 
 
 def test_a_step_that_keeps_more_than_the_first_one_raises() -> None:

@@ -14,22 +14,11 @@ GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
 # A pattern, and what to write instead.
 WORDS = {
-    r"\b[Ff]lights?\b|\b[Ll]and(s|ed)?\(": "work, wait",
-    r"\b[Tt]ravel(s|ed|led)?\b": "the dtypes that a buffer is gathered and reduced in",
-    r"\b[Ll]etters?\b|\b[Mm]ail(box|boxes)?\b": "message, shared-memory transport",
     r"\b[Pp]art(y|ies)\b": "participants",
-    r"\b[Cc]arriers?\b": "transport",
     r"\b[Ss]tand-ins?\b": "placeholder",
-    r"\bneedy\b": "requires_grad",
-    r"\bDrafts?\b": "StagingDirectory",
-    r"\bCells?\b": "UnitBuffers",
-    r"\bTrails?\b": "UseOrder",
-    r"\bPieces?\b|\bpieces? of (a|the) (tensor|checkpoint)\b": "LocalChunk",
     r"\bBox(es)?\b": "Region",
-    r"\bMade\(|\bclass Made\b|: Made\b": "InertObject",
     r"\b[Hh]omes?\b": "memory kind",
     r"\b(is|are|was) told\b|\btells? (every|all|each) ranks?\b": "reported",
-    r"\bcalls? the roll\b|\bis gone\b|\bare gone\b": "did not respond",
     r"(?<!here )\b(is|are|was|were) no (?!longer\b|more\b|less\b|larger\b|smaller\b|need\b)": "is not a",
     r"\b(has|have) not (?!been\b|yet\b|run\b|made\b|done\b)": "does not have",
     r", say\b(?!s)": "for example",
