@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -15,26 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.communication.backend import DetachedBackend
 from functorch_shard.sharding.reshard import copy_plan
-from functorch_shard.testing import assert_trees_close, count_collectives
+from functorch_shard.testing import count_collectives
 from tests.support.models import awkward, two_layers
 from tests.support.refusals import refused
+from tests.support.steps import SHAPES, assert_equal_stock, by_torch, sharded_grads, values, whole
 
 mapped: Any = optree.tree_map  # its type knows no trees of other libraries
 STEPS = 3
-# What is frozen in each phase, by the beginning of its name: in later phases some of it thaws, and other parts freeze.
-PHASES = (("0.",), (), ("2.", "4.bias"), ("4.weight",))
-
-
-def deep(seed: int = 0) -> nn.Sequential:
-    """Three layers of awkward sizes, in float64."""
-    torch.manual_seed(seed)
-    layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
-    return layers.double()
+# The ranks of each phase, and what is frozen, by the beginning of its name: some of it thaws, and other parts freeze.
+PHASES = ((1, ("a.", "b.scale")), (3, ("b.scale",)), (8, ("c.",)), (2, ("c.", "b.w")))
 
 
 def freeze(model: nn.Module, frozen: Sequence[str]) -> nn.Module:
@@ -43,33 +35,24 @@ def freeze(model: nn.Module, frozen: Sequence[str]) -> nn.Module:
     return model
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(n: int) -> Tensor:
-        return torch.randn(24, n, generator=generator, dtype=torch.float64)
-
-    return [(draw(5), draw(1)) for _ in range(STEPS * len(PHASES))]
-
-
-def train_in_phases(ranks: Sequence[int], cls: Any, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of all steps, and the parameters at the end: each phase on its ranks, with the state of the last."""
-    model, opt, data, losses = deep(), fs.optimizer(cls, **options), iter(batches()), list[float]()
+def step_in_phases(opt: fs.Optimizer) -> fs.Sharded:
+    """The parameters at the end: each phase on its ranks, with the state of the last."""
     params: Any = None
     state: Any = None
-    for number, frozen in zip(ranks, PHASES, strict=True):
-        mesh = fs.simulated_mesh(number)
-        # weight and bias of the last layer freeze at different times
-        labels = lambda name, p: "bias" if name == "4.bias" else None  # noqa: E731
-        layout = fs.plan(freeze(model, frozen), mesh, labels=labels)
-        params = fs.reshard(params, layout) if losses else fs.shard(model, layout)
+    for number, (ranks, frozen) in enumerate(PHASES):
+        source = {
+            name: nn.Parameter(x, requires_grad=x.is_floating_point() and not name.startswith(frozen))
+            for name, x in whole().items()
+        }
+        # two parameters of one unit freeze at different times
+        labels = lambda name, p: "scale" if name == "b.scale" else None  # noqa: E731
+        layout = fs.plan(source, fs.simulated_mesh(ranks), labels=labels)
+        params = fs.reshard(params, layout) if params else fs.shard(source, layout)
         fresh = opt.init(params)
-        state = with_fresh(fresh, fs.reshard(state, layout)) if losses else fresh
-        step = mesh.spmd(partial(_step, model, opt, mesh))
-        for _ in range(STEPS):
-            params, state, loss = step(params, state, *mesh.split(next(data)))
-            losses.append(loss[0].item())
-    return losses, dict(fs.gather(params, lazy=False))
+        state = with_fresh(fresh, fs.reshard(state, layout)) if state else fresh
+        for i in range(number * STEPS, (number + 1) * STEPS):
+            params, state = opt.step(params, grads=sharded_grads(layout, i + 1), state=state)
+    return params
 
 
 def with_fresh(fresh: Any, moved: Any) -> Any:
@@ -78,29 +61,10 @@ def with_fresh(fresh: Any, moved: Any) -> Any:
     return optree.tree_map(combine, fresh, moved, is_leaf=lambda x: isinstance(x, fs.Sharded))
 
 
-def _step(model: nn.Module, opt: fs.Optimizer, mesh: fs.Mesh, params: Any, state: Any, x: Tensor, y: Tensor) -> Any:
-    loss_of = lambda p: ((functional_call(model, fs.gather(p), (x,)) - y) ** 2).mean()  # noqa: E731
-    grads, loss = fs.grad_and_value(loss_of)(params)
-    return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
-
-
-def train_unsharded(cls: Any, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The same in plain torch: an optimizer a phase, which takes over the state of what it trains on."""
-    model, losses, state = deep(), [], {}
-    data = iter(batches())
-    for frozen in PHASES:
-        trainable = [p for p in freeze(model, frozen).parameters() if p.requires_grad]
-        opt = cls(trainable, **options)
-        opt.state.update({p: state[p] for p in trainable if p in state})
-        for _ in range(STEPS):
-            x, y = next(data)
-            loss = ((model(x) - y) ** 2).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            losses.append(loss.item())
-        state = dict(opt.state)
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+def values_of_phases(i: int) -> Any:
+    """For ``by_torch``: no gradient of what is frozen at a step."""
+    frozen = PHASES[(i - 1) // STEPS][1] if i else ()
+    return {name: None if name.startswith(frozen) else x for name, x in values(i).items()}
 
 
 RANKS = (1, 2, 3, 5, 8)
@@ -270,8 +234,8 @@ def test_a_buffer_whose_parameters_have_other_histories_is_refused_and_labels_ke
 @pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
 def test_parameters_freeze_and_thaw_between_steps_as_in_plain_torch(name: str) -> None:
     cls = getattr(torch.optim, name)
-    sharded, plain = train_in_phases((1, 3, 8, 2), cls, lr=0.02), train_unsharded(cls, lr=0.02)
-    assert_trees_close(sharded, plain, rtol=1e-10, atol=1e-10)
+    expected = by_torch(values_of_phases, STEPS * len(PHASES), (cls, SHAPES, {"lr": 0.02}))
+    assert_equal_stock(step_in_phases(fs.optimizer(cls, lr=0.02)), expected)
 
 
 def test_one_rank_takes_all_and_one_of_many_is_refused() -> None:
