@@ -90,6 +90,7 @@ def accumulated(
 
 
 MESHES = [*simulated(*AXES, {"shard": 4}, {"shard": 2, "replicate": 2}), *gloo(*AXES)]
+every_way = pytest.mark.parametrize("way", WAYS)
 
 
 def assert_reductions(counters: list[CollectiveCounter], layout: fs.Layout, way: str) -> None:
@@ -110,22 +111,22 @@ def assert_reductions(counters: list[CollectiveCounter], layout: fs.Layout, way:
         assert one.numel in {buffer.shard_numel for buffer in layout.buffers.values()}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "reduction", "cut"),
-    [
-        *product([*MESHES, *simulated({"replicate": 2, "shard": 4})], ["mean"], [False]),
-        *product(MESHES, ["sum"], [False]),
-        *product(gloo(*AXES), ["sum"], [True]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("way", WAYS)
-def test_losses_weighted_by_tokens_are_those_of_a_single_process(
-    way: str, ranks: Ranks, reduction: str, cut: bool
-) -> None:
-    """Numbers of tokens are equal for means; for sums they differ, and on real ranks the shapes too."""
+def assert_at_once(ranks: Ranks, way: str, reduction: str, cut: bool = False) -> None:
     expected = at_once(ranks.size, reduction)
     assert all(grad.any() for grad in expected.values() if grad.numel())
     for grads, counters, layout in ranks.run(accumulated, way, reduction, cut):
         assert_trees_close(grads, expected, rtol=1e-10, atol=1e-12)
         assert_reductions(counters, layout, way)
+
+
+@pytest.mark.parametrize("ranks", [*MESHES, *simulated({"replicate": 2, "shard": 4})], ids=str)
+@every_way
+def test_accumulated_gradients_are_those_of_the_big_batch(way: str, ranks: Ranks) -> None:
+    assert_at_once(ranks, way, "mean")
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [*product(MESHES, [False]), *product(gloo(*AXES), [True])], ids=str)
+@every_way
+def test_losses_weighted_by_tokens_are_those_of_a_single_process(way: str, ranks: Ranks, cut: bool) -> None:
+    """Real ranks also where those with unequal numbers of tokens compute with tensors of unequal shapes."""
+    assert_at_once(ranks, way, "sum", cut)
