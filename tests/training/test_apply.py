@@ -39,13 +39,9 @@ def batches(num_ranks: int) -> list[tuple[Tensor, Tensor]]:
     return [(3 * draw(5) + 1, draw(3)) for _ in range(STEPS)]
 
 
-def averaged(buffers: Values, mesh: fs.Mesh) -> Values:
-    """The mean of the statistics of all ranks; counts are the same everywhere."""
-    return {n: fs.collectives.pmean(x, mesh) if x.is_floating_point() else x for n, x in buffers.items()}
-
-
-def train(mesh: fs.Mesh, model: nn.Module, sync: bool = True) -> tuple[fs.Full, Values, list[float]]:
+def train(mesh: fs.Mesh) -> tuple[fs.Full, Values, list[float]]:
     """SGD through apply: the last parameters and buffers, and the losses."""
+    model = normalized()
     layout = fs.plan(model, mesh)
     params, opt = fs.shard(model, layout), fs.optimizer(torch.optim.SGD, lr=0.1)
     buffers, state = fs.init(model, layout)[1], opt.init(params)
@@ -57,17 +53,17 @@ def train(mesh: fs.Mesh, model: nn.Module, sync: bool = True) -> tuple[fs.Full, 
     @mesh.spmd
     def step(params: fs.Sharded, state: Any, buffers: Values, x: Tensor, y: Tensor) -> Any:
         grads, (value, buffers) = fs.grad_and_value(loss, has_aux=True)(params, buffers, x, y)
-        buffers = averaged(buffers, mesh) if sync else buffers
         return *opt.step(params, grads=grads, state=state), buffers, fs.collectives.pmean(value, mesh)
 
     losses = []
-    for x, y in batches(mesh.size):
-        params, state, buffers, value = step(params, state, buffers, *mesh.split((x, y)))
-        losses.append(value.flatten()[0].item())
+    with untouched(model):
+        for x, y in batches(mesh.size):
+            params, state, buffers, value = step(params, state, buffers, *mesh.split((x, y)))
+            losses.append(value.flatten()[0].item())
     return fs.gather(params, lazy=False), buffers, losses
 
 
-def train_in_a_loop(num_ranks: int, sync: bool = True) -> tuple[Values, list[Values], list[float]]:
+def train_in_a_loop(num_ranks: int) -> tuple[Values, list[Values], list[float]]:
     """The same in plain torch: modules that share parameters and have buffers of their own."""
     model, losses = normalized(), []
     ranks = [copy.deepcopy(model, {id(p): p for p in model.parameters()}) for _ in range(num_ranks)]
@@ -79,11 +75,6 @@ def train_in_a_loop(num_ranks: int, sync: bool = True) -> tuple[Values, list[Val
         loss.backward()
         opt.step()
         losses.append(loss.item())
-        for same in zip(*(rank.buffers() for rank in ranks), strict=True):
-            if sync and same[0].is_floating_point():
-                mean = torch.stack(same).mean(0)
-                for buffer in same:
-                    buffer.copy_(mean)
     params = {name: p.detach() for name, p in model.named_parameters()}
     return params, [dict(rank.named_buffers()) for rank in ranks], losses
 
@@ -108,24 +99,16 @@ def untouched(model: nn.Module, *trees: Any) -> Iterator[None]:
     assert all(torch.equal(bits(x), bits(y)) for x, y in zip(before, copies, strict=True))
 
 
-def trained(mesh: fs.Mesh, sync: bool) -> tuple[fs.Full, Values, list[float]]:
-    model = normalized()
-    with untouched(model):
-        return train(mesh, model, sync)
-
-
-@pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("ranks", [*simulated(2, HYBRID), *sequential(2), *gloo(3)], ids=str)
-def test_batchnorm_trains_as_in_a_loop_over_ranks(ranks: Ranks, sync: bool) -> None:
-    params, expected, losses = train_in_a_loop(ranks.size, sync)
-    results = ranks.run(trained, sync)
+def test_batchnorm_trains_as_in_a_loop_over_ranks(ranks: Ranks) -> None:
+    params, expected, losses = train_in_a_loop(ranks.size)
+    results = ranks.run(train)
     for (actual, buffers, actual_losses), wanted in zip(results, expected, strict=True):
         assert_trees_close(dict(actual), params, rtol=1e-10, atol=1e-10)
         assert_trees_close(buffers, wanted, rtol=1e-10, atol=1e-10)
         assert actual_losses == pytest.approx(losses, abs=1e-10)
         assert buffers["1.num_batches_tracked"] == STEPS
-    if ranks.size > 1 and not sync:
-        assert not torch.equal(*(buffers["1.running_mean"] for _, buffers, _ in results[:2]))
+    assert not torch.equal(*(buffers["1.running_mean"] for _, buffers, _ in results[:2]))
 
 
 def plain(model: nn.Module, x: Tensor) -> tuple[Tensor, Values]:
