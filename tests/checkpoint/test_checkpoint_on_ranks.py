@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, reader, save, saving
+from functorch_shard.collectives import pmean
 from functorch_shard.debug import digests
+from tests.sharding.test_reshard_exchange import OPTIONS
 from tests.support.checkpoints import FSDP2, Ours, files_of
 from tests.support.launching import environ
 from tests.support.live_bytes import LiveBytes
@@ -30,15 +32,6 @@ from tests.support.scripts import free_port, start
 from tests.support.tensor_parallel import Transformer, parallelize, tie, transformer
 
 ADAMW = fs.optimizer(torch.optim.AdamW, lr=0.01)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "as planned": {},
-    "other units and labels": {
-        "units": 64,
-        "align_bytes": 0,
-        "labels": lambda name, p: "vector" if p.ndim == 1 else None,
-    },
-    "some whole": {"ignored": ["blocks", "mask", "matrix"]},
-}
 
 
 class Odd(Awkward):
@@ -115,12 +108,6 @@ def mine(x: Tensor) -> Tensor:
     return x.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def mean_of_ranks(loss: Tensor) -> float:
-    losses = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
-    dist.all_gather(losses, loss.detach())
-    return torch.stack(losses).mean().item()
-
-
 def mse(out: Tensor, y: Tensor) -> Tensor:
     return (out - y).square().mean()
 
@@ -153,7 +140,7 @@ def go_on(folder: Path, phase: int) -> dict[str, list[float]]:
         run = program(model, (model[0], model[2]), mse, LR if phase == 0 else 7.0)
         if phase:
             run.load(folder / f"{OTHER[name]}-{phase - 1}")
-        losses[name] = [mean_of_ranks(run.step(mine(x), mine(y))) for x, y in batches(phase)]
+        losses[name] = [pmean(run.step(mine(x), mine(y)).detach(), fs.init_mesh()).item() for x, y in batches(phase)]
         run.save(folder / f"{name}-{phase}")
     return losses
 

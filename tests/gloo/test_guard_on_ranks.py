@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from threading import Thread
 from typing import Any
 from unittest.mock import patch
@@ -89,8 +88,9 @@ def different_on_this_rank() -> dict[str, str]:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_rank_reports_the_first_collective_that_differs_and_what_each_issued(num_ranks: int) -> None:
     """Whatever differs, kind, size, dtype or unit: none waits, none is taken for another, and no process is aborted."""
+    answers = run_ranks(different_on_this_rank, num_ranks)
     for name, (_, _, usual, odd) in DIFFERENT.items():
-        told = {answer[name] for answer in differences(num_ranks)}
+        told = {answer[name] for answer in answers}
         assert len(told) == 1, told
         text = told.pop()
         assert text.startswith("RuntimeError: ")
@@ -100,11 +100,6 @@ def test_every_rank_reports_the_first_collective_that_differs_and_what_each_issu
         for rank in range(num_ranks):
             expected = odd.partition(": ")[2] if rank == num_ranks - 1 else wanted
             assert re.fullmatch(f"  rank {rank}: {expected}", lines[rank])
-
-
-@cache
-def differences(num_ranks: int) -> list[dict[str, str]]:
-    return run_ranks(different_on_this_rank, num_ranks)
 
 
 def by_another_library_on_this_rank() -> list[str]:

@@ -111,17 +111,6 @@ def reported_by_survivors(
     return {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in survivors}
 
 
-def assert_each_names(victim: int, answers: Mapping[int, tuple[str, str, float]], what: str) -> None:
-    for rank, (text, cause, seconds) in answers.items():
-        assert f"rank {victim} did not respond" in text, (rank, text)
-        here = re.search(r"ranks? ([\d, ]+) responded", text)
-        assert here, (rank, text)
-        assert {*map(int, here[1].split(", "))} <= {*answers}, (rank, text)
-        assert re.match(what + " failed: ", text), (rank, text)
-        assert "gloo/transport" in cause, (rank, cause)
-        assert seconds < KILL_AFTER / 2, (rank, seconds)
-
-
 GATHER, REDUCTION = (rf"{kind} of \d+ float32 for '\d' on axis 'shard'" for kind in ("all_gather", "psum_scatter"))
 PSUM = r"psum of 3 float32 on axis '\w+'"
 ANY = r"(all_gather|psum_scatter|psum) of \d+ float32 for '\d' on axis '\w+'"
@@ -141,7 +130,14 @@ CASES: dict[str, tuple[int, Callable[[], Any], Step, dict[str, int], str]] = {
 def test_every_rank_that_is_left_names_the_one_that_is_lost(case: str, tmp_path: Path) -> None:
     victim, how, step, axes, what = CASES[case]
     answers = reported_by_survivors(tmp_path, victim, how, step, axes)
-    assert_each_names(victim, answers, f"({what})")
+    for rank, (text, cause, seconds) in answers.items():
+        assert f"rank {victim} did not respond" in text, (rank, text)
+        here = re.search(r"ranks? ([\d, ]+) responded", text)
+        assert here, (rank, text)
+        assert {*map(int, here[1].split(", "))} <= {*answers}, (rank, text)
+        assert re.match(f"({what}) failed: ", text), (rank, text)
+        assert "gloo/transport" in cause, (rank, cause)
+        assert seconds < KILL_AFTER / 2, (rank, seconds)
 
 
 @pytest.mark.slow

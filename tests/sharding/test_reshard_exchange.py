@@ -57,22 +57,16 @@ def moves(mesh: fs.Mesh) -> tuple[list[Any], dict[Any, Sent]]:
                 moved = fs.reshard(expected[old_name], new)
             case = (type(source).__name__, old_name, new_name)
             wrong += [] if same_bits(moved, expected[new_name]) else [case]
-            sent[case] = seen.nbytes("send"), planned_bytes(old, new), seen["send"], planned_buffers(old, new)
+            moving = copies_between_ranks(old, new)
+            mine = [copy for copy in moving if copy.source_rank == mesh.rank]
+            planned = sum(copy.numel * new.buffers[copy.key].dtype.itemsize for copy in mine)
+            sent[case] = seen.nbytes("send"), planned, seen["send"], len({copy.key for copy in moving})
     return wrong, sent
 
 
-def moving(old: fs.Layout, new: fs.Layout) -> list[Any]:
+def copies_between_ranks(old: fs.Layout, new: fs.Layout) -> list[Any]:
     home = [old.mesh.processes.index(process) for process in new.mesh.processes]
     return [copy for copy in copy_plan(old, new, home) if home[copy.rank] != copy.source_rank]
-
-
-def planned_bytes(old: fs.Layout, new: fs.Layout) -> int:
-    mine = [copy for copy in moving(old, new) if copy.source_rank == old.mesh.rank]
-    return sum(copy.numel * new.buffers[copy.key].dtype.itemsize for copy in mine)
-
-
-def planned_buffers(old: fs.Layout, new: fs.Layout) -> int:
-    return len({copy.key for copy in moving(old, new)})
 
 
 def meshes(mesh: fs.Mesh) -> list[fs.Mesh]:

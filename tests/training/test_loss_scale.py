@@ -142,11 +142,9 @@ def test_momentum_that_is_not_there_yet_counts_as_zeros() -> None:
     overflowed = opt.step(params, grads=map_items(lambda key, x: x * INF, params), state=start)
     state = scaling.select(torch.zeros(tuple(axes.values()), dtype=torch.bool), overflowed, (params, start))
     assert_trees_close(state[0], params, rtol=0, atol=0)
+    plain = params, start
     for _ in range(3):
-        state, start = opt.step(state[0], grads=params, state=state[1]), start
-    plain = (params, start)
-    for _ in range(3):
-        plain = opt.step(plain[0], grads=params, state=plain[1])
+        state, plain = (opt.step(each[0], grads=params, state=each[1]) for each in (state, plain))
     assert_trees_close(state, plain, rtol=0, atol=0)
 
 
