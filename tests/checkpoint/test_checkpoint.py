@@ -335,18 +335,17 @@ def test_other_models_and_dtypes_are_refused_with_every_difference(four: Any) ->
     assert "got a plain value, the checkpoint has shape" in refused(load, path, {"model": {"scale": 1.0}})
 
 
-UNUSUAL = {
-    "coo": torch.eye(2).to_sparse(),
-    "image": torch.ones(3).as_subclass(type("Image", (Tensor,), {})),
-    "two": TwoTensor(torch.ones(2), torch.ones(2)),  # as torchao's quantized ones are made
-}
 REFUSED: dict[str, tuple[Any, list[str]]] = {
     "objects": (
         {"opt": torch.optim.SGD([torch.zeros(1)]), "layers": {"fn": len}, "deep": [1, [object()]], "ok": 1},
         ["opt: got a SGD", "layers.fn: got a builtin_function_or_method", "deep: got a list (UnpicklingError)"],
     ),
     "tensors": (
-        UNUSUAL,
+        {
+            "coo": torch.eye(2).to_sparse(),
+            "image": torch.ones(3).as_subclass(type("Image", (Tensor,), {})),
+            "two": TwoTensor(torch.ones(2), torch.ones(2)),  # as torchao's quantized ones are made
+        },
         ["coo: got a Tensor of torch.float32, torch.sparse_coo", "image: got a Image", "two: got a TwoTensor"],
     ),
     "unread": (dict(zip("abcde", [b"", [b""], {"a": (b"",)}, 2**2039, [-(10**700)]], strict=True)), ["5 problems"]),

@@ -79,14 +79,13 @@ def _unsharded(task: Task, num_ranks: int) -> dict[str, Any]:
         optimizer.zero_grad()
         loss = torch.stack([task.loss(model(**part)) for part in batches]).mean()
         loss.backward()
-        gradients = gradients or {name: _gradient(p) for name, p in model.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        gradients = gradients or {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()
+        }
         optimizer.step()
         losses.append(loss.detach())
     return {"losses": losses, "gradients": gradients, "parameters": dict(model.named_parameters())}
-
-
-def _gradient(p: Tensor) -> Tensor:
-    return torch.zeros_like(p) if p.grad is None else p.grad.clone()
 
 
 def _on_ranks(task: Task, mesh: fs.Mesh) -> dict[str, Any]:

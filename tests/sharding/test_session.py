@@ -17,7 +17,6 @@ from functorch_shard.sharding import session
 from functorch_shard.sharding.reduction import Part
 from functorch_shard.sharding.session import NO_PASS, Session, expected_order, small_units
 
-some_laws = settings(max_examples=100, deadline=None)
 passes = st.sampled_from([NO_PASS, NO_PASS, 1, 2])
 
 
@@ -102,7 +101,7 @@ def test_small_units_are_an_eighth_of_the_largest_together(sizes: list[int], sma
     sizes=st.lists(st.sampled_from([0, 1, 3, 64, 60]), min_size=1, max_size=6),
     uses=st.lists(st.tuples(st.integers(0, 5), passes, st.booleans()), max_size=30),
 )
-@some_laws
+@settings(max_examples=100, deadline=None)
 def test_no_order_of_use_makes_more_than_two_large_units_whole(
     sizes: list[int], uses: list[tuple[int, int, bool]]
 ) -> None:

@@ -90,21 +90,21 @@ def test_an_override_may_bring_new_state_which_then_accumulates() -> None:
     assert_equal_stock(params, stock("sgd_momentum", 3))
 
 
-DECLARED: list[tuple[Any, dict[str, Any], set[str]]] = [
-    (homemade.Averaged, {}, {"step", "mean"}),
-    (homemade.HalvesItsRate, {}, {"mean", "group.step", "group.scale", "group.warm"}),
-    (homemade.WritesGradients, {}, set()),
-    (homemade.FromTheFirst, {}, {"square"}),
-]
+DECLARED: dict[Any, set[str]] = {
+    homemade.Averaged: {"step", "mean"},
+    homemade.HalvesItsRate: {"mean", "group.step", "group.scale", "group.warm"},
+    homemade.WritesGradients: set(),
+    homemade.FromTheFirst: {"square"},
+}
 
 
-def by_itself(cls: Any, num_steps: int, **options: Any) -> dict[str, Tensor]:
-    return by_torch(values, num_steps, (cls, SHAPES, options))
+def by_itself(cls: Any, num_steps: int) -> dict[str, Tensor]:
+    return by_torch(values, num_steps, (cls, SHAPES, {"lr": 0.1}))
 
 
-def trained(mesh: fs.Mesh, cls: Any, options: dict[str, Any], donate: bool) -> tuple[set[str], fs.Full]:
+def trained(mesh: fs.Mesh, cls: Any, donate: bool) -> tuple[set[str], fs.Full]:
     """The names of the first state, and the parameters after seven steps."""
-    opt, layout = fs.optimizer(cls, elementwise=True, lr=0.1, **options), planned(mesh)
+    opt, layout = fs.optimizer(cls, elementwise=True, lr=0.1), planned(mesh)
     params = fs.shard(whole(), layout)
     state = mesh.spmd(opt.init)(params)
     names = set(state)
@@ -118,14 +118,12 @@ def trained(mesh: fs.Mesh, cls: Any, options: dict[str, Any], donate: bool) -> t
     return names, fs.gather(params, lazy=False)
 
 
-@pytest.mark.parametrize(("cls", "options", "names"), DECLARED, ids=[case[0].__name__ for case in DECLARED])
-def test_a_class_that_is_declared_to_be_elementwise_trains_as_it_does_by_itself(
-    cls: Any, options: dict[str, Any], names: set[str]
-) -> None:
-    expected = by_itself(cls, 7, lr=0.1, **options)
+@pytest.mark.parametrize("cls", DECLARED)
+def test_a_class_that_is_declared_to_be_elementwise_trains_as_it_does_by_itself(cls: Any) -> None:
+    expected = by_itself(cls, 7)
     for ranks, donate in ((simulated(HYBRID)[0], False), (gloo(3)[0], True)):
-        for found, full in ranks.run(trained, cls, options, donate):
-            assert found == names
+        for found, full in ranks.run(trained, cls, donate):
+            assert found == DECLARED[cls]
             assert_trees_close({name: full[name] for name in expected}, expected, rtol=1e-12, atol=1e-13)
 
 
@@ -143,7 +141,7 @@ def test_numbers_of_a_group_are_tensors_that_are_selected_described_and_moved_li
     other = planned(fs.simulated_mesh(3))
     moved = fs.reshard(new, other)
     third = opt.step(moved[0], grads=sharded_grads(other, 3), state=moved[1])[0]
-    expected = by_itself(homemade.HalvesItsRate, 3, lr=0.1)
+    expected = by_itself(homemade.HalvesItsRate, 3)
     assert_trees_close({k: x for k, x in fs.gather(third).items() if k in expected}, expected, rtol=1e-12, atol=1e-13)
 
 

@@ -6,7 +6,6 @@ import gc
 import io
 import re
 from contextlib import redirect_stdout
-from functools import cache
 from typing import Any
 
 import pytest
@@ -45,20 +44,12 @@ def held(page: dict[str, Any], way: str) -> float:
     return live.growth("start", "end") / sum(p.nbytes for p in model.parameters())
 
 
-@cache
-def of_ranks() -> list[tuple[str, dict[str, float]]]:
-    return run_ranks(on_this_rank, 2)
-
-
-def test_real_ranks_print_what_the_page_says() -> None:
-    says = re.findall(r"# > ?(.*)", "\n".join(blocks(PAGE)))
-    assert [printed.splitlines() for printed, _ in of_ranks()] == [says, says]
-
-
-def test_a_way_holds_the_gradients_of_a_chunk_and_the_direct_one_those_of_all_samples() -> None:
+def test_real_ranks_print_and_hold_what_the_page_says_a_chunk_or_the_gradients_of_all_samples() -> None:
     beside = 2 / UNITS + 1  # two whole units, and activations
+    prints = re.findall(r"# > ?(.*)", "\n".join(blocks(PAGE)))
     says = {way: float(re.findall(rf"\| `{way}` .* (\d+\.\d) \|", (ROOT / PAGE).read_text())[0]) for way in WAYS}
-    for _, held in of_ranks():
+    for printed, held in run_ranks(on_this_rank, 2):
+        assert printed.splitlines() == prints
         assert held == pytest.approx(says, abs=0.1)
         assert held["direct"] > SAMPLES
         assert CHUNK < held["in_two_passes"] < CHUNK + beside

@@ -16,7 +16,8 @@ from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
 
 MESHES = [fs.init_mesh(), fs.simulated_mesh({"replicate": 2, "shard": 2})]
-on_meshes = pytest.mark.parametrize("mesh", MESHES, ids=str)
+KINDS = [fs.simulated_mesh(2), fs.simulated_mesh(2, kind="sequential"), fs.init_mesh()]
+on_meshes, on_each_kind = (pytest.mark.parametrize("mesh", meshes, ids=str) for meshes in (MESHES, KINDS))
 WHERE: dict[str, Callable[[Any], Any]] = {
     "plain": lambda fn: fn,
     "vmap": lambda fn: lambda p, x: vmap(fn, in_dims=(None, 0))(p, x[None]),
@@ -115,9 +116,7 @@ def refused_gradient(mesh: fs.Mesh, size: int) -> str:
 
 
 @pytest.mark.parametrize("lazy", [None, False])
-@pytest.mark.parametrize(
-    "mesh", [fs.simulated_mesh(2), fs.simulated_mesh(2, kind="sequential"), fs.init_mesh()], ids=str
-)
+@on_each_kind
 def test_as_strided_from_an_offset_reads_its_own_parameter(mesh: fs.Mesh, lazy: bool | None) -> None:
     values = {"a": torch.arange(4.0), "b": 10 + torch.arange(4.0)}
     params = fs.shard(values, fs.plan(values, mesh, units=[["a", "b"]]))
@@ -127,9 +126,7 @@ def test_as_strided_from_an_offset_reads_its_own_parameter(mesh: fs.Mesh, lazy: 
     assert fs.gather(grads)["b"].tolist() == [0.0, 1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "mesh", [fs.simulated_mesh(2), fs.simulated_mesh(2, kind="sequential"), fs.init_mesh()], ids=str
-)
+@on_each_kind
 def test_a_tied_parameter_that_to_meta_untied_is_refused_under_functional_call(mesh: fs.Mesh) -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
