@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -47,24 +48,19 @@ def traffic_on_this_rank(reshard: bool) -> dict[str, list[tuple[str, str]]]:
         return functional_call(model, fs.gather(p), (x,)).square().sum()
 
     leaves = leaves_of(params)
-    with count_collectives() as by_grad:
-        fs.grad(loss)(params)
-    with count_collectives() as by_backward:
-        loss(leaves).backward()
-    with count_collectives() as evaluating, torch.no_grad():
-        loss(leaves)
-    with count_collectives() as inferring, torch.inference_mode():
-        loss(params)
-    with count_collectives() as offloading, save_on_cpu():
-        fs.grad(loss)(params)
-    counters = {
-        "grad": by_grad,
-        "backward": by_backward,
-        "no_grad": evaluating,
-        "inference": inferring,
-        "offload": offloading,
+    ways: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "grad": (nullcontext(), lambda: fs.grad(loss)(params)),
+        "backward": (nullcontext(), lambda: loss(leaves).backward()),
+        "no_grad": (torch.no_grad(), lambda: loss(leaves)),
+        "inference": (torch.inference_mode(), lambda: loss(params)),
+        "offload": (save_on_cpu(), lambda: fs.grad(loss)(params)),
     }
-    return {name: _by_unit(counter.issued, layout) for name, counter in counters.items()}
+    found = {}
+    for name, (context, run) in ways.items():
+        with count_collectives() as seen, context:
+            run()
+        found[name] = _by_unit(seen.issued, layout)
+    return found
 
 
 def _by_unit(issued: Sequence[Any], layout: fs.Layout) -> list[tuple[str, str]]:

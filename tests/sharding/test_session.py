@@ -51,17 +51,13 @@ class Units:
         return self.whole()
 
 
-def equal_units(number: int) -> Units:
-    return Units(layout_of([7] * number))
-
-
 def in_pass(number: int) -> Any:
     """A context in which backward pass ``number`` runs."""
     return mock.patch.object(session, "backward_pass", return_value=number)
 
 
 def test_the_first_forward_fetches_the_next_unit_of_the_layout() -> None:
-    assert equal_units(4).use(0, 1, 2, 3) == [[0, 1], [1, 2], [2, 3], [2, 3]]
+    assert Units(layout_of([7] * 4)).use(0, 1, 2, 3) == [[0, 1], [1, 2], [2, 3], [2, 3]]
 
 
 def test_a_tied_unit_is_expected_at_the_end_and_of_several_nothing_is_known() -> None:
@@ -74,7 +70,7 @@ def test_a_tied_unit_is_expected_at_the_end_and_of_several_nothing_is_known() ->
 
 
 def test_backward_follows_the_order_of_use_and_not_of_the_layout() -> None:
-    units = equal_units(4)
+    units = Units(layout_of([7] * 4))
     units.use(3, 1, 0, 2)
     with in_pass(1):
         assert units.use(2, 0, 1, 3) == [[0, 2], [0, 1], [0, 1], [1, 3]]

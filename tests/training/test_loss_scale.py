@@ -148,7 +148,7 @@ def test_momentum_that_is_not_there_yet_counts_as_zeros() -> None:
     assert_trees_close(state, plain, rtol=0, atol=0)
 
 
-def test_trees_that_do_not_match_are_refused() -> None:
+def test_trees_that_do_not_match_and_numbers_out_of_their_ranges_are_refused() -> None:
     scaling, one = fs.LossScale.static(2.0), torch.ones(())
     finite = torch.tensor(True)
     assert "ValueError: LossScale.select: got 1 and 2: only tensors can differ" in refused(
@@ -159,8 +159,6 @@ def test_trees_that_do_not_match_are_refused() -> None:
     assert refused(scaling.select, finite, {"a": one}, {"b": one}).startswith("ValueError")
     assert scaling.select(finite, [1, None, one], [1, None, one]) == [1, None, one]
 
-
-def test_numbers_out_of_their_ranges_are_refused() -> None:
     assert "expected 0 < backoff < 1 < growth" in refused(fs.LossScale.dynamic, 2.0, 0.5, 2.0)
 
 
