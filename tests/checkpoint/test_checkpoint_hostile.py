@@ -197,15 +197,11 @@ def test_missing_elements_are_found_where_regions_overlap(tmp_path: Path, capsys
 # values
 
 
-def on_storage(size: Any, stride: Any, offset: int = 0) -> Evil:
-    storage = torch.ones(4)._typed_storage()
-    return Evil(_rebuild_tensor_v2, (storage, offset, size, stride, False, OrderedDict()))
-
-
 def test_a_view_beyond_its_storage_is_refused(tmp_path: Path) -> None:
     for size, offset in ((100, 0), (4, 1), (-1, 0)):
-        folder = one(tmp_path / f"{size}, {offset}", saved(on_storage((size,), (1,), offset)), (4,))
-        assert "'x'" in refusal(folder)
+        storage = torch.ones(4)._typed_storage()
+        view = Evil(_rebuild_tensor_v2, (storage, offset, (size,), (1,), False, OrderedDict()))
+        assert "'x'" in refusal(one(tmp_path / f"{size}, {offset}", saved(view)))
 
 
 def rewritten(raw: bytes, compression: int = zipfile.ZIP_STORED, **records: bytes) -> bytes:
