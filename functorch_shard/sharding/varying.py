@@ -213,7 +213,9 @@ class _Watcher(RecordMode):
 
     def given(self, args: Any, kwargs: Any) -> Any:
         """Return what ranks get in place of these arguments, which may be results of an earlier step."""
-        return _with_one_copy((args, kwargs), _meta)
+        given: Any = (args, kwargs)
+        without_data = any(isinstance(x, Tensor) and x.is_meta for x in optree.tree_leaves(given))
+        return _with_one_copy(given, _meta if without_data else lambda x: x)
 
     def ran(self, args: Any, kwargs: Any, result: Any) -> None:
         """Note what each rank got and returned."""
