@@ -66,7 +66,7 @@ def digests(source: Any) -> dict[str, str]:
 
     Raises:
         FileNotFoundError, RuntimeError: as :func:`functorch_shard.checkpoint.load`; or it is called inside a transform.
-        pickle.UnpicklingError: a value that :func:`functorch_shard.checkpoint.save` does not take.
+        Exception: of ``torch.load``, for a value that :func:`functorch_shard.checkpoint.save` does not take.
 
     Cost:
         Of a checkpoint: reads all values. Of a tree: the all-gathers of one :func:`gather` for each ``Sharded``, in the
