@@ -157,9 +157,11 @@ class Run:
             if (following := self._next()) != rank:
                 if _settings() != self._settings:
                     raise RuntimeError(_SETTINGS_CHANGED)
+                self._modules.end(rank)
                 self._numbers.end(rank)
                 self._pass_to(following)
                 self._locks[rank].acquire()
+                self._modules.begin(rank)
                 self._numbers.begin(rank)
         finally:
             del self._waiting[rank]
@@ -255,6 +257,7 @@ class _SharedModules:
 
     def __init__(self) -> None:
         self._inside = defaultdict[int, list[nn.Module]](list)  # the modules that each rank calls now
+        self._held: dict[int, set[nn.Module]] = {}  # of each rank that waits: these, with all that is inside of them
         self._modes = WeakKeyDictionary[nn.Module, dict[int, bool]]()  # at the first call of each rank
         self._buffers: dict[int, tuple[int, int, Tensor]] = {}  # by id: who used it first, and its version then
 
@@ -270,10 +273,17 @@ class _SharedModules:
             before.remove()
             after.remove()
 
+    def begin(self, rank: int) -> None:
+        del self._held[rank]
+
+    def end(self, rank: int) -> None:
+        held = self._held[rank] = set()
+        for module in self._inside[rank]:
+            held.update(() if module in held else module.modules())
+
     def _enter(self, rank: int, module: nn.Module) -> None:
         self._inside[rank].append(module)
-        held = [part for other, inside in self._inside.items() if other != rank for m in inside for part in m.modules()]
-        if held and not {*held}.isdisjoint(module.modules()):
+        if not all(held.isdisjoint(module.modules()) for held in self._held.values()):
             raise RuntimeError(
                 f"rank {rank} calls {type(module).__name__} while another rank waits for a collective inside of it. "
                 f"{_BIND}"
