@@ -90,6 +90,8 @@ class RowEncoding:
 
     def encode(self, x: Tensor) -> tuple[Tensor, Form]:
         """Encode each row of the last dim as one message: ``(*batch, n)`` to uint8 ``(*batch, bytes)``."""
+        if x.ndim == 1:
+            return self._message(x)
         messages, forms = zip(*map(self._message, _rows(x)), strict=True)
         if any(form != forms[0] for form in forms):
             raise ValueError(f"codec: encode gave other shapes for other values: {forms}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -149,9 +149,9 @@ def _plan(
     replicate_axis: str | None,
 ) -> Layout:
     """``empty`` with the units of ``source``."""
-    every, ignored = named_tensors(source), tuple(ignored)
+    every, whole_names = named_tensors(source), dict.fromkeys(ignored)
     module = source if isinstance(source, nn.Module) else None
-    problems = [*_source_problems(every, empty, ignored), *_option_problems(empty, replicate_axis)]
+    problems = [*_source_problems(every, empty, whole_names), *_option_problems(empty, replicate_axis)]
     reject("plan", problems, "Nothing was planned.")
     aliases = aliases_of(every)
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
@@ -160,7 +160,7 @@ def _plan(
     if units == "auto" and (precision is None or isinstance(precision, MixedPrecision)):  # others name the units
         unit_of = merge_small(tensors, unit_of)
     label_of = _labels(tensors, labels)
-    whole = {aliases.get(name, name) for name in every if not {*ignored}.isdisjoint(prefixes_of(name))}
+    whole = {aliases.get(name, name) for name in every if not whole_names.keys().isdisjoint(prefixes_of(name))}
     groups: dict[_Kind, list[Slot]] = {}
     for index, (name, x) in enumerate(tensors.items()):
         trainable = (x.is_floating_point() or x.is_complex()) and (x.requires_grad or not _is_parameter(x))
@@ -236,7 +236,7 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
     return {name: label_of.get(name, "") for name in tensors}
 
 
-def _source_problems(tensors: Mapping[str, Tensor], layout: Layout, ignored: Sequence[str]) -> Iterator[str]:
+def _source_problems(tensors: Mapping[str, Tensor], layout: Layout, ignored: Iterable[str]) -> Iterator[str]:
     yield from source_problems(tensors)
     if any(form_of(x) for x in tensors.values()):
         from ..tensor_parallel.forms import unfit

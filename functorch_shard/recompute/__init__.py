@@ -150,7 +150,8 @@ def _rematted(call: _Call) -> Any:
     tensors, put_back = call.tensors, list[Callable[..., Any]]()
     closed_over = [x for x in call.closed_over if isinstance(x, Tensor)]
     surrounded = _surroundings(tensors, _generators(call))
-    versions = [version_of(without_batches(x)) for x in (*tensors, *closed_over)]
+    plain = [without_batches(x) for x in (*tensors, *closed_over)]
+    versions = [*map(version_of, plain)]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         result = opened(call.run(tensors, again=False))
@@ -160,7 +161,7 @@ def _rematted(call: _Call) -> Any:
         return results
 
     results, on_others, attach = first_run(run, tensors)
-    if versions != [version_of(without_batches(x)) for x in (*tensors, *closed_over)]:
+    if versions != [*map(version_of, plain)]:
         raise ValueError(_RETURN_IT)
     if on_others:
         raise ValueError(_PASS_IT)

@@ -161,7 +161,8 @@ def all_finite(tree: Sharded) -> Tensor:
         tensor([False, False])
     """
     layout, device = tree.layout, tree.layout.mesh.device
-    bad = [torch.zeros((), dtype=torch.bool, device=device), *(~wide(x).isfinite().all() for _, x in _shards(tree))]
+    bad = [~wide(x).isfinite().all() for _, x in _shards(tree)]
+    bad = bad or [torch.zeros((), dtype=torch.bool, device=device)]
     found = pmax(stacked(bad, device).any().to(torch.int64), layout.mesh)
     for axis in {axis.name: axis for mesh in layout.tensor_meshes.values() for axis in mesh}.values():
         found = pmax(found, axis)

@@ -94,8 +94,7 @@ class OwnRefused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given: Any = args, kwargs
-        made = [x for x in optree.tree_leaves(result) if isinstance(x, Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in made):
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in optree.tree_leaves(result)):
             for x in optree.tree_leaves(given):
                 if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.used:
                     what = f"a module's own parameter of shape {tuple(x.shape)}, {x.dtype}, which forward did not use"
