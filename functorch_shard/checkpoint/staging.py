@@ -25,7 +25,7 @@ _STAGING = ".functorch_shard.staging"
 def local_path(argument: str, path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as an absolute one; refuse a URL, which would be a folder of the working directory."""
     text = os.fspath(path)
-    if ":/" in text:  # pathlib leaves one slash of two
+    if ":/" in text and "/" not in text.partition(":/")[0]:  # pathlib leaves one slash of two
         advice = "expected a path of a file system. Mount the bucket, or copy complete directories there."
         raise ValueError(f"{argument}: got the URL {text!r}, {advice}")
     return Path(text).expanduser().absolute()

@@ -261,7 +261,7 @@ class _Filling(TorchDispatchMode):
         if name not in self._unit_of:
             return
         like = self._values[name]
-        if x.shape != like.shape or x.dtype != like.dtype:
+        if x.shape != like.shape or x.dtype != like.dtype or x.is_meta:
             self._problems[name] = f"a tensor of shape {tuple(x.shape)}, {x.dtype} was put there"
             return
         if name in self._blank and (left := _count_blank(x)):
