@@ -90,23 +90,19 @@ __all__ = [
 
 # Features: imported on first use, since the core does not need them. tests/project/test_core.py lists the core.
 _ON_FIRST_USE = {
-    name: module
-    for module, names in {
-        ".graph": ("Compiled", "compile"),
-        ".initialization": ("init",),
-        ".mesh.init": ("init_mesh",),
-        ".recompute": ("remat",),
-        ".pictures": ("visualize",),
-        ".sharding.reshard": ("reshard",),
-        ".storage.offloading": ("offload",),
-        ".curvature.jacobian": ("hessian", "jacfwd", "jacrev"),
-        ".training.bind": ("apply", "bind"),
-        ".training.estimate": ("Estimate", "estimate"),
-        ".training.loss_scale": ("LossScale",),
-        ".training.norms": ("all_finite", "clip_by_global_norm", "global_norm"),
-        ".training.optimizer": ("Optimizer", "optimizer"),
-    }.items()
-    for name in names
+    ".graph": ("Compiled", "compile"),
+    ".initialization": ("init",),
+    ".mesh.init": ("init_mesh",),
+    ".recompute": ("remat",),
+    ".pictures": ("visualize",),
+    ".sharding.reshard": ("reshard",),
+    ".storage.offloading": ("offload",),
+    ".curvature.jacobian": ("hessian", "jacfwd", "jacrev"),
+    ".training.bind": ("apply", "bind"),
+    ".training.estimate": ("Estimate", "estimate"),
+    ".training.loss_scale": ("LossScale",),
+    ".training.norms": ("all_finite", "clip_by_global_norm", "global_norm"),
+    ".training.optimizer": ("Optimizer", "optimizer"),
 }
 _NAMESPACES = ("checkpoint", "codecs", "curvature", "debug", "testing", "virtual")
 
@@ -114,9 +110,10 @@ _NAMESPACES = ("checkpoint", "codecs", "curvature", "debug", "testing", "virtual
 def __getattr__(name: str) -> Any:
     if name in _NAMESPACES:
         return import_module(f".{name}", __name__)
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ON_FIRST_USE[name], __name__), name)
+    for module, names in _ON_FIRST_USE.items():
+        if name in names:
+            return getattr(import_module(module, __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -147,13 +147,9 @@ def _is_leaf(x: Any) -> bool:
     """Dicts are always entered, other containers where they contain tensors or dicts, as in torch's format."""
     if isinstance(x, (Sharded, Tensor)) or optree.tree_is_leaf(x, none_is_leaf=True):
         return True
-    return not isinstance(x, Mapping) and not any(
-        map(_is_worth_a_name, optree.tree_flatten_one_level(x, none_is_leaf=True)[0])
-    )
-
-
-def _is_worth_a_name(x: Any) -> bool:
-    return isinstance(x, (Tensor, Sharded, Mapping)) or not _is_leaf(x)
+    parts = optree.tree_flatten_one_level(x, none_is_leaf=True)[0]
+    named = (isinstance(part, (Tensor, Sharded, Mapping)) or not _is_leaf(part) for part in parts)
+    return not isinstance(x, Mapping) and not any(named)
 
 
 class Chunk(NamedTuple):

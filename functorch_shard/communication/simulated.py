@@ -221,10 +221,9 @@ class Gathered:
         found = [self._seen.pop(key) for key in keys]
         if found:
             changed = torch.stack([bit_sum(parts).cpu() != before.cpu() for parts, before, _ in found]).tolist()
-            if any(changed):
-                rows = zip(keys, found, changed, strict=True)
-                named = [f"buffer {key!r} ({', '.join(names)})" for key, (_, _, names), wrong in rows if wrong]
-                problems = [f"{name}: written to inside of the function" for name in named]
+            rows = zip(keys, found, changed, strict=True)
+            named = [f"buffer {key!r} ({', '.join(names)})" for key, (_, _, names), wrong in rows if wrong]
+            if problems := [f"{name}: written to inside of the function" for name in named]:
                 reject(self._verb, problems, _ADVICE, RuntimeError)
 
 

@@ -119,8 +119,8 @@ class Operator:
     ``shape`` counts trainable elements, without padding, tied parameters once; ``dtype`` is that of flat vectors.
 
     On real ranks every rank runs the same program with the same flat vectors, which each product compares: pass ``v0``
-    to ``eigsh``, whose own start is random. Made by :func:`hessian` and :func:`gauss_newton`;
-    an operator that ``mesh.spmd`` returns has the arguments of all ranks.
+    to ``eigsh``, whose own start is random. Made by :func:`hessian` and :func:`gauss_newton`; an operator that
+    ``mesh.spmd`` returns has the arguments of all ranks.
     """
 
     params: Sharded
