@@ -1,0 +1,1 @@
+"""Programs that use the package, each a command of its own."""
