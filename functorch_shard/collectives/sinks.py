@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..communication.simulated import Gathered
+from ..communication.writes import Gathered
 from ..torch_internals.autograd import (
     Function,
     backward_comes_to,

@@ -8,9 +8,9 @@ backend of the axis, whose one method that moves bytes, ``issue(op, x)``, return
 Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, pass
 ``wrap(function)``, or before any wrap a backend of your own. Derivatives are those of the true collectives.
 
-``collective``, ``backend``: the interface; ``simulated``, ``process_group``: the backends, beside ``gloo`` and
-``sequential``; ``wrappers`` count and skip; ``recorded``: what tracers record. Imports ``torch_internals``, ``errors``
-and ``containers`` alone; imported by ``gloo``, ``mesh`` and above.
+``collective``, ``backend``: the interface; ``process_group``: the backend of real ranks; ``wrappers`` count and skip;
+``recorded``: what tracers record; ``writes``: those into what was gathered are refused. Imports ``torch_internals``,
+``running``, ``errors`` and ``containers`` alone; imported by ``gloo``, ``mesh`` and above.
 """
 
 from __future__ import annotations

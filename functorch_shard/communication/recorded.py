@@ -15,17 +15,14 @@ recorded. Operators take numbers and strings alone, so ``ranks`` is a name of ``
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from ..running import RUN, running
 from .collective import LIBRARY, START, WAIT, Collective, collective, record
-
-# While a tracer records an operator it runs it, with real tensors where the program made some: nothing is sent then.
-_RECORDING = ContextVar("a collective is recorded and not issued", default=False)
 
 
 class _Ranks(WeakValueDictionary[str, Any]):
@@ -69,15 +66,12 @@ def start_recorded(op: Collective, x: Tensor, axis: Any) -> Callable[[], Tensor]
 
 
 def _recorded(operator: Any, *args: Any) -> Any:
-    token = _RECORDING.set(True)
-    try:
+    with running(recorded=True):  # it runs too, with real tensors where the program made some: nothing is sent then
         return operator(*args)
-    finally:
-        _RECORDING.reset(token)
 
 
 def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
-    if _RECORDING.get():
+    if RUN.get().recorded:
         return torch.empty(0)
     *what, width, splits = fields
     rows = tuple(tuple(splits[i : i + width]) for i in range(0, len(splits), width or 1))
@@ -91,7 +85,7 @@ def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
 
 
 def _wait(started: Any, x: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if _RECORDING.get():
+    if RUN.get().recorded:
         return torch.empty(shape, dtype=dtype, device=device)
     return started.work.wait().contiguous()
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import reject
+from ..running import RUN
 from .backend import Axis, Finished, Issue, Work, wrap
 from .collective import KINDS, Collective
-from .simulated import RUN
 
 
 @dataclass(frozen=True)

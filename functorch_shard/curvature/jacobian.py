@@ -20,8 +20,7 @@ from ..collectives.sinks import new_boundary
 from ..layout.buffers import Buffer
 from ..layout.layout import shard_index
 from ..layout.trees import Full, Sharded, check_sharded, is_sharded, map_items
-from ..sharding.gather import gather
-from ..sharding.reduction import mean_of_shard
+from ..sharding.gather import gather, mean_of_shard
 from ..sharding.shard import merge, partition
 from ..training.grad import grad
 

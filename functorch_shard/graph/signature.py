@@ -16,9 +16,9 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ..communication.simulated import RUN
 from ..containers import Static, is_hashable, opaque_problem, opened, reached
 from ..layout.trees import is_node
+from ..running import RUN
 from ..storage.memory_kind import memory_kind_of
 from ..torch_internals.tensors import FakeTensor, identity_of_storage
 

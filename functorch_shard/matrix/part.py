@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..communication.backend import Axis
-from ..communication.simulated import axes_over
 from ..errors import reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout, rank_dims, shard_axis, shards_of_ranks
 from ..layout.trees import Sharded
+from ..mesh.simulated import axes_over
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import being_traced
 from ..training.optimizer_step import PARAM, ByLabel, owned, run_below_transforms

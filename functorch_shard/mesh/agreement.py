@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..communication.backend import Axis
-from ..communication.simulated import bit_sum
+from ..communication.writes import bit_sum
 from ..errors import first_difference
 from ..torch_internals.autograd import outside_transforms, without_batches
 

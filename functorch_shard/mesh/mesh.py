@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from operator import attrgetter
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import optree
 import torch
@@ -27,7 +27,9 @@ from ..torch_internals.autograd import eager
 from ..torch_internals.tensors import whole_mesh
 from .agreement import agree
 from .axes import Wrapper, backend_of, check_axes, group_axis, joint_backend, with_index, wrapped
-from .spmd import BatchedRanks, Simulated, split_tensor
+
+if TYPE_CHECKING:
+    from .simulated import Simulated
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -200,6 +202,8 @@ class Mesh(Static):
             tensor([[0, 1, 2],
                     [3, 4, 5]])
         """
+        from .simulated import split_tensor
+
         dims = dict(dim) if isinstance(dim, Mapping) else dict.fromkeys(self.axes, dim)
         return split_tensor(tree, self.axes, dims, self._part)
 
@@ -379,6 +383,8 @@ def simulated_mesh(
 
         ranks: Simulated = SequentialRanks(sizes)
     elif kind == "batched":
+        from .simulated import BatchedRanks
+
         ranks = BatchedRanks(sizes)
     else:
         raise ValueError(f"simulated_mesh: kind: got {kind!r}, expected 'batched' or 'sequential'")

@@ -20,9 +20,10 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ..communication.simulated import RUN, Index, running
 from ..containers import filled_variables, opened, reached, refuse_opaque
 from ..layout.trees import take_tensors
+from ..mesh.simulated import Index
+from ..running import RUN, running
 from ..torch_internals.autograd import eager, own_parametrizations, without_batches
 from ..torch_internals.satellites import is_differentiated
 from ..torch_internals.tensors import version_of

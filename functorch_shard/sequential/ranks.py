@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..communication.backend import Axis, Backend, Finished, Work
 from ..communication.collective import Collective, RecordMode
-from ..communication.simulated import OUTSIDE, default_group, of_all_ranks, running, writes_refused
+from ..communication.writes import writes_refused
 from ..containers import opened, place, refuse_opaque
 from ..errors import reject
-from ..mesh.spmd import LIST, NESTED, Simulated, mapped_call, placed
+from ..mesh.simulated import LIST, NESTED, OUTSIDE, Simulated, default_group, mapped_call, of_all_ranks, placed
+from ..running import running
 from ..torch_internals.autograd import NO_PASS, backward_pass, being_traced, in_forward_mode, in_transform
 from ..torch_internals.satellites import around_threads, inherited
 from ..torch_internals.tensors import version_of

@@ -16,13 +16,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..collectives.rules import Encoding, averaged, gathered
+from ..collectives.rules import Encoding, across, averaged, gathered
 from ..collectives.sinks import prepare, sink_here
-from ..communication.simulated import watch
+from ..communication.writes import watch
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout, shard_axis
 from ..layout.trees import Full, Sharded, check_sharded, check_shards, unpack
-from ..storage.memory_kind import memory_kind_of, working_device
+from ..storage.memory_kind import memory_kind_of, to_memory_kind_of, to_working_device, working_device
 from ..torch_internals.autograd import (
     Function,
     backward_pass,
@@ -37,7 +37,7 @@ from .lazy_tensor import Lazy
 from .reduction import Part, parts_of
 from .scatter import scattered
 from .session import Session
-from .shard import merge, whole_of_stack
+from .shard import copy_dims, merge, whole_of_stack
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -297,3 +297,25 @@ class _Join(Function):
             handed_on = ctx.sink.finish(ctx, totals)
         pairs = zip(totals, handed_on, grads, strict=True)
         return None, None, *[grad if total is None else x for total, x, grad in pairs]
+
+
+def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = False) -> Tensor:
+    """The exact derivative ``x`` by a shard, summed over copies and divided by the number of ranks.
+
+    Outside of ``spmd`` all ranks return one value, and copies are dims. ``in_place``: a reduction made ``x``, which is
+    overwritten, as fresh memory costs as much as the division.
+    """
+    # by the unit's policy: x has the dtype that it is carried or returned in, and not that it was computed in
+    schedule = layout.schedules[buffer.key, x.dtype if x.is_complex() else None]
+    returned = layout.schedules[buffer.key, None].returned
+    if in_place and not schedule.copies and x.dtype == returned:
+        return x.div_(schedule.divisor) if schedule.has_mean else x
+    if not layout.mesh.in_spmd:
+        for dim in copy_dims(buffer, layout):
+            x = x.sum(dim, keepdim=True).expand_as(x)
+        return x.to(returned)
+    there = to_working_device(x, layout.mesh.device) if schedule.copies else x
+    average = across(there, schedule).to(returned)
+    if in_place and x.dtype == returned:
+        return x.copy_(average)
+    return average if x.device == layout.mesh.device else to_memory_kind_of(average, x)

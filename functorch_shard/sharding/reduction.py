@@ -27,15 +27,13 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..collectives.rules import Encoding, Schedule, across
+from ..collectives.rules import Encoding, Schedule
 from ..collectives.sinks import Sink
 from ..communication.backend import Work
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.trees import pack
-from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import backward_comes_to
-from .shard import copy_dims
 
 
 class Place(NamedTuple):
@@ -207,25 +205,3 @@ class Reductions:
         while self._started:
             backward_pass, key, work = self._started.pop(0)
             self._results[backward_pass, key] = self.put(key, work.wait())
-
-
-def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = False) -> Tensor:
-    """The exact derivative ``x`` by a shard, summed over copies and divided by the number of ranks.
-
-    Outside of ``spmd`` all ranks return one value, and copies are dims. ``in_place``: a reduction made ``x``, which is
-    overwritten, as fresh memory costs as much as the division.
-    """
-    # by the unit's policy: x has the dtype that it is carried or returned in, and not that it was computed in
-    schedule = layout.schedules[buffer.key, x.dtype if x.is_complex() else None]
-    returned = layout.schedules[buffer.key, None].returned
-    if in_place and not schedule.copies and x.dtype == returned:
-        return x.div_(schedule.divisor) if schedule.has_mean else x
-    if not layout.mesh.in_spmd:
-        for dim in copy_dims(buffer, layout):
-            x = x.sum(dim, keepdim=True).expand_as(x)
-        return x.to(returned)
-    there = to_working_device(x, layout.mesh.device) if schedule.copies else x
-    average = across(there, schedule).to(returned)
-    if in_place and x.dtype == returned:
-        return x.copy_(average)
-    return average if x.device == layout.mesh.device else to_memory_kind_of(average, x)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..collectives.sinks import CALLED_INSIDE, refuse_derivatives
 from ..communication.process_group import connect, exchange
-from ..communication.simulated import RUN
 from ..containers import place
 from ..errors import reject
 from ..layout.layout import Layout, holders_of, lines_of, rank_dims
 from ..layout.trees import Sharded, check_layout, is_number, is_sharded, rows_here, take_tensors
 from ..mesh.mesh import Mesh
+from ..running import RUN
 
 Tree = TypeVar("Tree")
 

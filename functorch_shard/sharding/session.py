@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..communication.backend import Axis, Finished, Work
-from ..communication.simulated import bit_sum
+from ..communication.writes import bit_sum
 from ..layout.layout import Layout, shard_axis
 from ..layout.trees import unpack
 from ..storage.memory_kind import MemoryKind

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from ..communication.collective import Collective, RecordMode
-from ..communication.simulated import RUN, axes_over
 from ..containers import opened, place
 from ..layout.trees import Sharded, is_number, is_sharded
-from ..torch_internals.autograd import NO_PASS, WATCHER, backward_pass, levels
+from ..mesh.simulated import axes_over
+from ..running import RUN, running
+from ..torch_internals.autograd import NO_PASS, backward_pass, levels
 from ..torch_internals.tensors import batch_levels
 from ..torch_internals.tensors import is_number as is_plain_number
 from .shard import copy_dims
@@ -173,12 +174,8 @@ def types(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Types:
         psum over replicate of what does not vary over replicate: it multiplies by the number of ranks
     """
     seen = _Watcher()
-    token = WATCHER.set(seen)
-    try:
-        with seen:
-            step(*_with_one_copy(args, _meta), **_with_one_copy(kwargs, _meta))
-    finally:
-        WATCHER.reset(token)
+    with running(watcher=seen), seen:
+        step(*_with_one_copy(args, _meta), **_with_one_copy(kwargs, _meta))
     if not seen.has_run:
         raise RuntimeError("types: nothing ran as batched ranks: pass what fs.simulated_mesh(...).spmd(fn) returns.")
     collectives = Counter(map(_typed, seen.issued))

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..communication.backend import Axis, Issue, Work, wrap
 from ..communication.collective import Collective
-from ..communication.simulated import RUN
 from ..communication.wrappers import skip
 from ..containers import opened, place
 from ..layout.layout import as_stored, select_buffers
 from ..layout.trees import Sharded, is_node
 from ..mesh.mesh import Mesh, simulated_mesh
+from ..running import RUN
 from ..sharding.gather import gather
 from ..sharding.shard import copy_dims
 

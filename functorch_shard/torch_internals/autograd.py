@@ -1,4 +1,4 @@
-"""Derivatives: the graph of autograd, the running backward pass, transforms of ``torch.func``, and who is watching.
+"""Derivatives: the graph of autograd, the running backward pass and transforms of ``torch.func``.
 
 A Function here has a backward with the context variables of its forward.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from functools import partial, wraps
 from threading import RLock
 from typing import Any, TypeVar, cast
@@ -43,11 +43,12 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
 
+from ..running import RUN
+
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Leaves = dict[int, Tensor]  # of the graph of a value, by id
 _BEFORE_ALL_OTHERS = 2**62
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
-_HELD = ContextVar("how many jvps only hold the level of forward mode", default=0)
 # What Dynamo does with each frame that begins, None outside of compiled functions; torch.compiler.is_compiling is true
 # only while it traces. Without this, what it compiles would take lazy tensors. A builtin: it has no frame of its own.
 frame_compiler: Callable[[], Any] = eval_frame.get_eval_frame_callback
@@ -57,8 +58,6 @@ profiler_enabled: Callable[[], bool] = _profiler_enabled
 # The id of the backward pass that runs in this thread, or NO_PASS outside of one; no public function tells.
 backward_pass: Callable[[], int] = _current_graph_task_id
 NO_PASS = -1
-# What fs.debug.types shows each Function under a transform to, and what batched ranks take and return.
-WATCHER: ContextVar[Any] = ContextVar("what sees over which axes values vary", default=None)
 # Whether the backward pass that runs in this thread runs a node.
 backward_comes_to: Callable[[Any], bool] = _will_engine_execute_node
 # A context that disables torch.func for computations with plain tensors: a vmap refuses in-place random operations on
@@ -111,7 +110,7 @@ class Function(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """Torch's, which outside of transforms also binds ``args`` to the signature of forward, at every call."""
         if in_transform():
-            watcher = WATCHER.get()
+            watcher = RUN.get().watcher
             return watcher.apply(super().apply, args) if watcher else super().apply(*args)
         alive = [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args]
         above: Any = super(torch.autograd.Function, cls)
@@ -347,18 +346,8 @@ def in_forward_mode() -> bool:
 
     Torch has no public getter. If its counters moved, tangents would be lost in silence: tested at each kind of level.
     """
-    held = _HELD.get()
+    held = RUN.get().held
     return forward_ad._current_level >= 0 and (not held or held < eager_transforms.JVP_NESTING)
-
-
-@contextmanager
-def forward_level_held() -> Iterator[None]:
-    """A context inside of a jvp whose level is only held, for threads whose contexts are copies of this one."""
-    token = _HELD.set(eager_transforms.JVP_NESTING)
-    try:
-        yield
-    finally:
-        _HELD.reset(token)
 
 
 def has_tangents(tensors: Sequence[Tensor]) -> bool:

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.random import fork_rng
 from torch.utils._python_dispatch import _pop_mode, _push_mode  # without entering a mode again: see inherited
 
+from ..running import running
 from .autograd import (
     NO_PASS,
     TorchDispatchMode,
@@ -33,7 +34,6 @@ from .autograd import (
     add_batch_dim,
     backward_pass,
     eager_transforms,
-    forward_level_held,
     get_unwrapped,
     has_tangents,
     in_forward_mode,
@@ -332,7 +332,7 @@ def around_threads(run: Callable[[], None]) -> None:
     _ensureCUDADeviceGuardSet()
 
     def hold(x: Tensor) -> Tensor:
-        with forward_level_held():
+        with running(held=eager_transforms.JVP_NESTING):  # contexts of threads are copies of this one
             run()
         return x
 

@@ -16,7 +16,7 @@ from ..collectives.sinks import Boundary, inside, new_boundary, sink_here
 from ..containers import opened, refuse_opaque
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, is_node, take_tensors
-from ..sharding.reduction import mean_of_shard
+from ..sharding.gather import mean_of_shard
 from ..torch_internals.autograd import (
     Leaves,
     autograd_by_hand,
