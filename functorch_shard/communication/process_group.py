@@ -45,10 +45,11 @@ class GroupBackend(Backend):
     # The collectives of torch, each with its ranks in dim 0.
 
     def _all_gather(self, op: Collective, x: Tensor) -> Work:
-        out = torch.empty((self.size, *x.shape), dtype=op.dtype, device=op.device or x.device)
-        out[self.rank].copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
-        rows = as_sendable(out)
-        return self._move(out.flatten(0, 1), _gather_into, rows.flatten(0, 1), rows[self.rank])
+        number, *rest = x.shape
+        out = torch.empty((self.size * number, *rest), dtype=op.dtype, device=op.device or x.device)
+        own = out.narrow(0, self.rank * number, number)
+        own.copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
+        return self._move(out, _gather_into, as_sendable(out), as_sendable(own))
 
     _exchange = _all_gather
 

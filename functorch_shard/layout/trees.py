@@ -134,7 +134,8 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
     parts = list[Tensor]()
     for slot, gap in zip(buffer.slots, gaps, strict=True):
         parts += [like.new_zeros(*batch, gap)] if gap else []
-        parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
+        x = tensors[slot.name]
+        parts += [x if x.ndim == 1 and not batch else x.reshape(*batch, slot.numel)] if slot.numel else []
     parts += [like.new_zeros(*batch, last)] if last or not parts else []
     return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..containers import opened
+from ..torch_internals.autograd import NO_PASS, active_modes, backward_pass
 from ..torch_internals.tensors import (
     HAS_SAME_STORAGE_NUMEL,
     is_written,
@@ -32,17 +33,8 @@ from .session import Session, UnitBuffers
 aten = torch.ops.aten
 # Operations that need the shape of a tensor and not its values.
 _FORM_ONLY = {
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty_strided.default,
+    *(getattr(aten, f"{kind}_like").default for kind in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(getattr(aten, f"new_{kind}").default for kind in ("empty", "zeros", "ones", "full", "empty_strided")),
 }
 
 
@@ -55,6 +47,7 @@ class Lazy(Tensor):
     _session: Session
     _buffers: UnitBuffers
     _place: Place
+    _is_transposed = False  # by a matrix product that may save it
 
     @staticmethod
     def __new__(cls, session: Session, buffers: UnitBuffers, place: Place) -> Lazy:
@@ -181,9 +174,14 @@ def _of_first(rule: Callable[[Lazy, Any, Any], Any]) -> Callable[[Any, Any, Any]
     return of_first
 
 
-def _transposed(func: Any, args: Sequence[Lazy], kwargs: Any) -> Lazy:
+def _transposed(func: Any, args: Sequence[Lazy], kwargs: Any) -> Tensor:
     (x,) = args
-    return x._at(x._place.shape[::-1], x._place.strides[::-1], x._place.offset)
+    with_graph = torch.is_grad_enabled()
+    if x._is_transposed and not with_graph and backward_pass() != NO_PASS and not active_modes():
+        return x._data().t()  # in backward of a matrix product, which multiplies by it: one dispatch less
+    made = x._at(x._place.shape[::-1], x._place.strides[::-1], x._place.offset)
+    made._is_transposed = with_graph
+    return made
 
 
 def _of_data(func: Any, args: Any, kwargs: Any) -> Any:

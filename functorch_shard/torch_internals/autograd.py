@@ -77,7 +77,7 @@ def eager(fn: Fn, *, recursive: bool = True) -> Fn:
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it takes seconds
+        if not torch.compiler.is_dynamo_compiling() and frame_compiler() is None:  # nothing is compiled around this
             return fn(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(fn, recursive=recursive))
