@@ -37,8 +37,8 @@ def total(model: GPT, full: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def train_sharded(args: Any, mesh: fs.Mesh, model: GPT, train_data: Tensor, valid_data: Tensor) -> dict[str, Any]:
     params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.AdamW, lr=LR)
-    told = torch.tensor(0)  # to end
-    signal.signal(signal.SIGTERM, lambda *_: told.fill_(1))
+    told = list[int]()  # to end; no tensor, which a handler that interrupts a transform could not write to
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
 
     def of_ranks(data: Tensor, *where: int) -> Any:
         return mesh.batches(lambda rank: batches(data, rank, mesh.size, args.batch_size, *where))
@@ -51,7 +51,7 @@ def train_sharded(args: Any, mesh: fs.Mesh, model: GPT, train_data: Tensor, vali
     def train_step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
         params, state = opt.step(params, grads=grads, state=state, donate=True)
-        return params, state, (fs.collectives.pmean(loss, mesh), fs.collectives.pmax(told, mesh))
+        return params, state, (fs.collectives.pmean(loss, mesh), fs.collectives.pmax(torch.tensor(len(told)), mesh))
 
     valid_step = mesh.spmd(lambda p, x, y: fs.collectives.psum(total(model, fs.gather(p), x, y), mesh), out_dims=None)
 
