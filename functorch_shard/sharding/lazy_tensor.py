@@ -31,11 +31,10 @@ from .reduction import Place
 from .session import Session, UnitBuffers
 
 aten = torch.ops.aten
-# Operations that need the shape of a tensor and not its values.
-_FORM_ONLY = {
-    *(getattr(aten, f"{kind}_like").default for kind in ("empty", "zeros", "ones", "full", "rand", "randn")),
-    *(getattr(aten, f"new_{kind}").default for kind in ("empty", "zeros", "ones", "full", "empty_strided")),
-}
+_NAMES = """empty_like zeros_like ones_like full_like rand_like randn_like
+new_empty new_zeros new_ones new_full new_empty_strided"""
+_FORM_ONLY = {getattr(aten, name).default for name in _NAMES.split()}  # they need a shape, and no values
+_TRANSPOSE = aten.t.default  # in every linear layer, twice
 
 
 class Lazy(Tensor):
@@ -64,7 +63,7 @@ class Lazy(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
-            return _rule(func)(func, args, kwargs or {})
+            return _transposed(*args) if func is _TRANSPOSE else _rule(func)(func, args, kwargs or {})
 
     def _data(self, own: bool = False) -> Tensor:
         """Its values, in memory that must not be written to, or in a copy of that."""
@@ -157,8 +156,6 @@ def _rule(func: Any) -> Callable[[Any, Any, Any], Any]:
         return _of_first(lambda x, args, kwargs: x._as_strided(*args, **kwargs))
     if func in _FORM_ONLY:
         return _of_first(lambda x, args, kwargs: func(x._form(), *args, **kwargs))
-    if func is aten.t.default:  # every linear layer, twice
-        return _transposed
     if func.is_view:
         return _of_first(lambda x, args, kwargs: x._view(func, args, kwargs))
     return _of_data if writes_nothing(func) else _of_data_unless_written
@@ -174,8 +171,7 @@ def _of_first(rule: Callable[[Lazy, Any, Any], Any]) -> Callable[[Any, Any, Any]
     return of_first
 
 
-def _transposed(func: Any, args: Sequence[Lazy], kwargs: Any) -> Tensor:
-    (x,) = args
+def _transposed(x: Lazy) -> Tensor:
     with_graph = torch.is_grad_enabled()
     if x._is_transposed and not with_graph and backward_pass() != NO_PASS and not active_modes():
         return x._data().t()  # in backward of a matrix product, which multiplies by it: one dispatch less
