@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..containers import opened
-from ..torch_internals.autograd import NO_PASS, active_modes, backward_pass
+from ..torch_internals.autograd import active_modes, in_backward_of_product
 from ..torch_internals.tensors import (
     HAS_SAME_STORAGE_NUMEL,
     is_written,
@@ -46,7 +46,7 @@ class Lazy(Tensor):
     _session: Session
     _buffers: UnitBuffers
     _place: Place
-    _is_transposed = False  # by a matrix product that may save it
+    _is_transposed = False  # by a matrix product that saves it, if a program did not do it
 
     @staticmethod
     def __new__(cls, session: Session, buffers: UnitBuffers, place: Place) -> Lazy:
@@ -173,8 +173,8 @@ def _of_first(rule: Callable[[Lazy, Any, Any], Any]) -> Callable[[Any, Any, Any]
 
 def _transposed(x: Lazy) -> Tensor:
     with_graph = torch.is_grad_enabled()
-    if x._is_transposed and not with_graph and backward_pass() != NO_PASS and not active_modes():
-        return x._data().t()  # in backward of a matrix product, which multiplies by it: one dispatch less
+    if x._is_transposed and not with_graph and in_backward_of_product() and not active_modes():
+        return x._data().t()  # one dispatch less
     made = x._at(x._place.shape[::-1], x._place.strides[::-1], x._place.offset)
     made._is_transposed = with_graph
     return made

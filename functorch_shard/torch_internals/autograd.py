@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._C import (
+    _current_autograd_node,  # see in_backward_of_product
     _current_graph_task_id,  # see backward_pass
     _DisableFuncTorch,
     _get_dispatch_mode,  # see being_traced
@@ -240,6 +241,15 @@ def _requires_grad_anywhere(x: Tensor) -> bool:
     if x.requires_grad or (tangent is not None and _requires_grad_anywhere(tangent)):
         return True
     return is_functorch_wrapped_tensor(x) and _requires_grad_anywhere(get_unwrapped(x))
+
+
+def in_backward_of_product() -> bool:
+    """Whether the backward of a matrix product runs here: it multiplies by what it transposes, and keeps no view of it.
+
+    If torch renames the node, a linear layer makes one more lazy tensor.
+    """
+    node = _current_autograd_node()
+    return node is not None and node.name() in ("AddmmBackward0", "MmBackward0")
 
 
 def hooks_of(tensor: Tensor) -> list[str]:

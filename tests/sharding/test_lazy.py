@@ -186,7 +186,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "init": nn.init.normal_,
     "set_": lambda x: x.set_(torch.zeros(3).double().untyped_storage()),
     "t_": lambda x: x.t_(),
-    "a hook": lambda x: (y := x @ x.requires_grad_().t()).register_hook(lambda _: x.t().mul_(2)) and y.sum().backward(),
+    "a gradient": lambda x: (z := torch.zeros_like(x).requires_grad_()).t().backward(x.t()) or z.grad.zero_(),
 }
 
 
