@@ -180,7 +180,7 @@ def _of_rank(
     """The parameters of these buffers by name, on real or sequential ranks; one session for all of them."""
     may_be_offloaded = layout.mesh.device.type != "cpu"
     offloaded = {key: memory_kind_of(x) for key, x in shards.items() if x.is_cpu and may_be_offloaded}
-    session, tensors, made = Session(layout, offloaded, lazy), dict[str, Tensor](), list[Tensor]()
+    session, tensors = Session(layout, offloaded, lazy), dict[str, Tensor]()
     if lazy and any(layout.buffers[key].num_shards > 1 for key in shards):
         session.rank = shard_axis(layout).backend.ready()
     anchors = sink_here().anchors
@@ -192,9 +192,8 @@ def _of_rank(
         if joined.keys() >= own.keys():
             session.reductions.nodes[part] = ref(whole[0].grad_fn)  # weak: it knows the session
         tensors.update(zip(part.names, whole, strict=True))
-        made.append(whole[0])
-    if lazy:  # or else ranks, which may use units in any order, reduce them in the order in which they were gathered
-        differentiate_at_once(made)
+        if lazy:  # or else ranks, which may use units in any order, reduce them in the order they were gathered in
+            differentiate_at_once(whole[:1])  # all have one node
     return tensors
 
 

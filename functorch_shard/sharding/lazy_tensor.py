@@ -46,7 +46,7 @@ class Lazy(Tensor):
     _session: Session
     _buffers: UnitBuffers
     _place: Place
-    _is_transposed = False  # by a matrix product that saves it, if a program did not do it
+    _is_transposed = False  # where a graph is recorded, as for a matrix product that saves it
 
     @staticmethod
     def __new__(cls, session: Session, buffers: UnitBuffers, place: Place) -> Lazy:
@@ -174,7 +174,7 @@ def _of_first(rule: Callable[[Lazy, Any, Any], Any]) -> Callable[[Any, Any, Any]
 def _transposed(x: Lazy) -> Tensor:
     with_graph = torch.is_grad_enabled()
     if x._is_transposed and not with_graph and in_backward_of_product() and not active_modes():
-        return x._data().t()  # one dispatch less
+        return x._data().t()  # the product, which follows, needs no dispatch
     made = x._at(x._place.shape[::-1], x._place.strides[::-1], x._place.offset)
     made._is_transposed = with_graph
     return made

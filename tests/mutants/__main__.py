@@ -19,13 +19,16 @@ if __name__ == "__main__":
         print(f"{each.program:40.40s} {counts} {each.seconds:6.1f} s", flush=True)
         for why in dict.fromkeys(each.equivalent.values()):
             print(f"    {list(each.equivalent.values()).count(why)} equivalent: {why}")
-        print(*(f"    neither noticed nor equivalent: {mutant}\n" for mutant in each.missed), sep="", end="")
-        print(*(f"    of the right program: {alarm}\n" for alarm in each.alarms), sep="", end="")
+        for mutant in each.missed:
+            print(f"    neither noticed nor equivalent: {mutant}")
+        for alarm in each.alarms:
+            print(f"    of the right program: {alarm}")
         total, noticed, listed = total + each.number, noticed + len(each.noticed), listed + len(each.equivalent)
         failed += len(each.missed) + len(each.alarms)
         found[each.program] = {*each.equivalent.values()}
     listed_for_these = {why for of, _, why in EQUIVALENT if any(re.search(of, program) for program in found)}
     unused = listed_for_these.difference(*found.values()) if not options.only and options.every == 1 else ()
-    print(*(f"no mutant is equivalent for this reason: {why}\n" for why in unused), sep="", end="")
+    for why in unused:
+        print(f"no mutant is equivalent for this reason: {why}")
     print(f"{total} mutants: {noticed} noticed, {listed} equivalent, {failed} wrong")
     sys.exit(failed > 0 or len(unused) > 0)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ import functorch_shard as fs
 from functorch_shard.testing import run_ranks
 from tests.support.checkpoints import flip_a_bit
 from tests.support.launching import ROOT, end, environ, start
-from tests.support.scripts import printed_by, printed_by_a_process
+from tests.support.scripts import example, printed_by, printed_by_a_process
 
 TRAIN_GPT, PRODUCTION = (str(ROOT / "examples" / name) for name in ("train_gpt.py", "production.py"))
 STEPS, RANKS, BATCH_SIZE = 5, 2, 2
@@ -41,19 +40,19 @@ def test_both_match_a_plain_unsharded_torch_loop(tmp_path: Path) -> None:
 
 def train_unsharded(text: str) -> list[float]:
     """The same model, data and optimizer as the example, in ten lines of ordinary torch."""
-    example = import_module("examples.gpt")
-    train_text, _ = example.read_text(text)
+    gpt = example("gpt")
+    train_text, _ = gpt.read_text(text)
     torch.manual_seed(3)
-    model, generator, losses = example.GPT(), torch.Generator().manual_seed(3), []
+    model, generator, losses = gpt.GPT(), torch.Generator().manual_seed(3), []
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [{"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
     opt = torch.optim.AdamW([{"params": decayed}, *others], betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(STEPS):
-        starts = torch.randint(len(train_text) - example.CONTEXT, (RANKS * BATCH_SIZE,), generator=generator)
-        x, y = example.windows(train_text, starts)
+        starts = torch.randint(len(train_text) - gpt.CONTEXT, (RANKS * BATCH_SIZE,), generator=generator)
+        x, y = gpt.windows(train_text, starts)
         loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
         for group in opt.param_groups:
-            group["lr"] = example.schedule(step, STEPS)
+            group["lr"] = gpt.schedule(step, STEPS)
         opt.zero_grad()
         loss.backward()
         opt.step()

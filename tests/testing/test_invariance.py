@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import functorch_shard as fs
-from examples.unit_test_your_sharding import first_step
 from functorch_shard.testing import assert_rank_invariant, count_collectives, mutants
 from tests.support.pool import run_ranks
+from tests.support.scripts import example
 
+first_step = example("unit_test_your_sharding").first_step
 HYBRID = {"replicate": 2, "shard": 2}
 close = partial(assert_rank_invariant, rtol=0, atol=1e-12)
 

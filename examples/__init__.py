@@ -1,1 +1,0 @@
-"""Programs that use the package, each a command of its own."""
