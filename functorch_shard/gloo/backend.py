@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial
 from hashlib import blake2b
-from itertools import accumulate, chain
+from itertools import accumulate
 from threading import get_ident, main_thread
 from typing import Any, NoReturn
 from weakref import finalize
@@ -118,6 +118,7 @@ class GlooBackend(GroupBackend):
             numels, shapes = [[parts[0].numel()] * len(parts)] * size, [parts[0].shape] * size
         column, longest = me if law.parts else 0, max(map(max, numels))
         keeps = not (law.parts or law.reduces or op.dim)  # side by side as they are
+        stays = op.transient and keeps  # in shared memory
         is_short = longest * dtype.itemsize <= self._guard.capacity
         memory = None if is_short or size == 1 else self._memory  # it may have to be opened, which is a collective
         call = self._guard.call(op, op.numel if law.shape else x.numel())
@@ -125,23 +126,25 @@ class GlooBackend(GroupBackend):
             got = call.post(_rows(parts, longest))[:, HEAD : HEAD + longest * dtype.itemsize].view(dtype)
             read = lambda: [got[i, : shape.numel()].view(shape) for i, shape in enumerate(shapes)]  # noqa: E731
         elif memory:
-            ends = [0, *accumulate(dtype.itemsize * numel for numel in chain(*numels))]  # what is for oneself is a gap
-            region = call.region = memory.take(call.number, ends[-1])
+            pairs = [(i, j) for i in range(size) for j in range(len(parts))]  # what is for oneself stays here
+            lengths = [0 if law.parts and i == j else dtype.itemsize * numels[i][j] for i, j in pairs]
+            starts = [0, *accumulate(lengths)]
+            region = call.region = memory.take(call.number, max(starts[-1], 1))
             for j, part in enumerate(parts):
                 if j != me or not law.parts:
-                    region.write(in_memory(part, dtype), ends[me * len(parts) + j])
+                    region.write(in_memory(part, dtype), starts[me * len(parts) + j])
             call.post()
 
             def read() -> Tensor | list[Tensor]:
-                all_bytes = region.open()
-                if op.transient and keeps:
+                all_bytes = region.read(keep=stays)
+                if stays:
+                    call.region = None
                     return all_bytes.view(dtype).view(-1, *x.shape[1:])
-                starts = [ends[i * len(parts) + column] for i in range(size)]
-                rows = [
-                    all_bytes[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
-                    for start, shape in zip(starts, shapes, strict=True)
+                received = zip(starts[column :: len(parts)], lengths[column :: len(parts)], shapes, strict=False)
+                return [
+                    parts[me] if law.parts and i == me else all_bytes[start : start + n].view(dtype).view(shape)
+                    for i, (start, n, shape) in enumerate(received)
                 ]
-                return [parts[me] if law.parts and i == me else row for i, row in enumerate(rows)]
 
         else:
             if law.parts:
@@ -243,6 +246,8 @@ class Call:
 
     def close(self) -> None:
         """The messages are not read any more; other threads may say so too."""
+        if self.region:
+            self.region.free()
         if buffers := self.buffers:
             self.buffers = ()
             self.guard.free.append(buffers)
@@ -276,8 +281,6 @@ class Guard:
                     continue
                 while abandoned.works:  # all ranks have begun it, so what is still to be sent does not need its end
                     abandoned.works.pop(0).wait()
-                if abandoned.region:
-                    abandoned.region.free()
                 abandoned.close()
         return Call(self, op, numel)
 

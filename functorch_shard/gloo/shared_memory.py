@@ -6,12 +6,14 @@ of each the number of the collective whose messages are there, its bytes, and on
 1. The first rank that issues a collective chooses a region that all ranks have freed, or a new one, and enters the
    number. The others find it there. Each looks and enters under a lock of the file, which ends with the process.
 2. Each rank writes its own part, and sends an envelope (Note [Envelopes] in backend.py).
-3. A rank that has the envelopes of all maps the region. The map is private: a page is copied when it is written to, so
-   each rank has its own changes. When the map is freed, the rank sets its byte to 1.
+3. A rank that has the envelopes of all reads the messages. Where they are the result as they are, its memory is a
+   private map of the region: a page is copied when it is written to, so each rank has its own changes.
+4. When that map is freed, or the result is complete in other memory, the rank sets its byte to 1.
 
-No rank waits for another one here, and no region is written to before all ranks have freed it: each step is a system
-call after the step before it, in the same process or after a message from it, and sees what that one wrote. Of freed
-regions those that were used last keep their memory, ``POOL`` bytes in all; the others give it back at the next choice.
+No rank waits for another one here, and no region is written to before all ranks have freed it: each step comes after
+the step before it, in the same process or after a message from it, and sees what that one wrote. Fresh memory, and a
+new map of it, cost more than the copy itself. So a process keeps the maps that it writes and reads through, and a freed
+region keeps its memory for the next ``IDLE`` collectives.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import os
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes import c_char
+from ctypes import addressof, c_char, memmove
+from functools import lru_cache
 from secrets import token_hex
 from weakref import WeakValueDictionary, finalize, ref
 
@@ -29,7 +32,8 @@ import torch
 from torch import Tensor
 
 REGION = 1 << 40  # bytes from one region to the next, and for the table before them: more than any result has
-POOL = 1 << 24  # bytes of freed regions of one axis that are kept for the next collectives
+IDLE = 8  # collectives of an axis, after which a freed region that none of them used gives its memory back
+MAPS = 16  # of regions, shared by all ranks, that a process keeps
 ADDRESS = 64  # bytes of an address: a process, a file of it, and a name that no other file has
 _COUNT = struct.Struct("q")
 
@@ -38,26 +42,32 @@ class Region:
     """Where the messages of one collective are, until this rank frees it."""
 
     def __init__(self, memory: SharedMemory, place: int, nbytes: int) -> None:
-        self._memory, self._place, self._nbytes = memory, place, nbytes
-        self._held = True
+        self._memory, self._place, self._nbytes, self._held = memory, place, nbytes, True
 
     def write(self, x: Tensor, offset: int) -> None:
         """Write the bytes of ``x``, which is contiguous."""
-        _each_byte(os.pwritev, self._memory.file, x, _start(self._place) + offset)
-
-    def open(self) -> Tensor:
-        """The bytes of all ranks; freeing them frees the region for this rank."""
-        file, start = self._memory.file, _start(self._place)
         try:
-            memory = memoryview(mmap.mmap(file, self._nbytes, flags=mmap.MAP_PRIVATE, offset=start))
+            shared = self._memory.map(self._place, self._nbytes)
         except OSError:  # no more file descriptors
+            _each_byte(os.pwritev, self._memory.file, x, _start(self._place) + offset)
+        else:
+            memmove(addressof(c_char.from_buffer(shared)) + offset, x.data_ptr(), x.nbytes)
+
+    def read(self, keep: bool) -> Tensor:
+        """The bytes of all ranks, to be read until :meth:`free`; or with ``keep`` this rank's own, which free it."""
+        memory, file, start = self._memory, self._memory.file, _start(self._place)
+        try:
+            if not keep:
+                return torch.frombuffer(memory.map(self._place, self._nbytes), dtype=torch.uint8)
+            private = memoryview(mmap.mmap(file, self._nbytes, flags=mmap.MAP_PRIVATE, offset=start))
+        except OSError:
             copy = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
             _each_byte(os.preadv, file, copy, start)
             self.free()
             return copy
-        finalize(memory, self.free).atexit = False
-        self._memory.mapped[self._place] = memory
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        finalize(private, self.free).atexit = False
+        memory.mapped[self._place] = private
+        return torch.frombuffer(private, dtype=torch.uint8)
 
     def free(self) -> None:
         """This rank reads no more of it. Called by the garbage collector too, and so anywhere."""
@@ -72,13 +82,14 @@ class SharedMemory:
     def __init__(self, rank: int, size: int, file: int) -> None:
         self._rank, self._size, self._process, self.file = rank, size, os.getpid(), file
         self._entry = struct.Struct(f"qq{size}s")  # number of the collective, bytes, who has freed it
-        self.mapped: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
+        self.mapped: WeakValueDictionary[int, memoryview] = WeakValueDictionary()  # results, by place
+        self.map = lru_cache(MAPS)(lambda place, nbytes: mmap.mmap(file, nbytes, offset=_start(place)))
         finalize(self, os.close, file).atexit = False
         this = ref(self)  # a forked process has what its parent has: all pages are copied before that
         os.register_at_fork(before=lambda: None if (memory := this()) is None else memory._copy_pages())
 
     def take(self, number: int, nbytes: int) -> Region:
-        """The region of collective ``number``, the same on all ranks that pass this size."""
+        """The region of collective ``number``, the same on all ranks."""
         import fcntl  # not on Windows, where no memory is shared either
 
         try:
@@ -93,29 +104,22 @@ class SharedMemory:
 
     def _choose(self, number: int, nbytes: int) -> int:
         entries = self._entries()
-        for place, (owner, length, _) in enumerate(entries):
-            if owner == number and length == nbytes:  # another length: ranks differ, and will find out
+        for place, (owner, *_) in enumerate(entries):
+            if owner == number:  # if ranks differ in the size, they will find out
                 return place
         free = {place: length for place, (_, length, freed) in enumerate(entries) if all(freed)}
         fitting = [place for place, length in free.items() if length >= nbytes]
         place = min(fitting, key=free.__getitem__) if fitting else max(free, key=free.__getitem__, default=len(entries))
-        self._give_back(place, nbytes, free.pop(place, 0))
-        os.pwrite(self.file, self._entry.pack(number, nbytes, bytes(self._size)), self._entry_of(place))
+        length = max(free.pop(place, 0), nbytes)
+        os.pwrite(self.file, self._entry.pack(number, length, bytes(self._size)), self._entry_of(place))
         os.pwrite(self.file, _COUNT.pack(max(place + 1, len(entries))), 0)
-        kept = 0
-        for old in sorted(free, key=lambda place: -entries[place][0]):
-            kept += free[old]
-            if kept > POOL and free[old]:
-                self._give_back(old, 0, free[old])
-                os.pwrite(self.file, self._entry.pack(entries[old][0], 0, entries[old][2]), self._entry_of(old))
+        for idle, held in free.items():
+            owner, _, freed = entries[idle]
+            if held and number - owner > IDLE:
+                with suppress(OSError), mmap.mmap(self.file, held, offset=_start(idle)) as memory:
+                    memory.madvise(mmap.MADV_REMOVE)
+                os.pwrite(self.file, self._entry.pack(owner, 0, freed), self._entry_of(idle))
         return place
-
-    def _give_back(self, place: int, start: int, end: int) -> None:
-        """Free the memory of a region from ``start`` to ``end``."""
-        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        if start < end:
-            with suppress(OSError), mmap.mmap(self.file, end - start, offset=_start(place) + start) as memory:
-                memory.madvise(mmap.MADV_REMOVE)
 
     def _entries(self) -> list[tuple[int, int, bytes]]:
         (count,) = _COUNT.unpack(os.pread(self.file, _COUNT.size, 0))

@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from functorch_shard.gloo import shared_memory
-from functorch_shard.gloo.shared_memory import ADDRESS, SharedMemory, open_shared_memory
+from functorch_shard.gloo.shared_memory import ADDRESS, IDLE, SharedMemory, open_shared_memory
 
 MB = 1 << 18  # elements of float32
 
@@ -41,12 +40,12 @@ def memories(num_ranks: int) -> list[SharedMemory]:
     return [memory for memory in opened if memory is not None]
 
 
-def gathered(ranks: list[SharedMemory], number: int, numel: int = 5) -> list[Tensor]:
+def gathered(ranks: list[SharedMemory], number: int, numel: int = 5, keep: bool = True) -> list[Tensor]:
     """What each rank has of the parts of all, rank r's of numbers ``10 number + r``, all written before one reads."""
     regions = [rank.take(number, 4 * numel * len(ranks)) for rank in ranks]
     for i, region in enumerate(regions):
         region.write(torch.full((numel,), 10.0 * number + i), 4 * numel * i)
-    return [region.open().view(torch.float32).view(len(ranks), numel) for region in regions]
+    return [region.read(keep).view(torch.float32).view(len(ranks), numel) for region in regions]
 
 
 def is_right(result: Tensor, number: int) -> bool:
@@ -88,16 +87,26 @@ def test_a_region_is_taken_again_when_every_rank_has_freed_the_result_and_no_ear
         assert is_right(again[0], 3)
 
 
-def test_freed_memory_is_given_back_but_for_a_pool() -> None:
+def test_memory_that_was_freed_and_that_no_collective_uses_for_a_while_is_given_back() -> None:
     ranks, nbytes = memories(2), 2 * 4 * MB
-    many = [gathered(ranks, number, MB) for number in range(1, 21)]
-    assert held_by(ranks[0]) == 20 * nbytes
+    many = [gathered(ranks, number, MB) for number in range(1, 5)]
     many.clear()
-    gathered(ranks, 30)
-    assert held_by(ranks[0]) <= shared_memory.POOL + mmap.PAGESIZE
-    assert all(is_right(result, 40) for result in gathered(ranks, 40, MB))
-    many = [gathered(ranks, number, MB) for number in range(50, 70)]
-    assert all(is_right(result, 50 + i) for i, results in enumerate(many) for result in results)
+    for number in range(5, 2 + IDLE):
+        assert all(is_right(result, number) for result in gathered(ranks, number, MB))
+        assert held_by(ranks[0]) == 4 * nbytes
+    gathered(ranks, 5 + IDLE)
+    assert held_by(ranks[0]) == nbytes
+    many = [gathered(ranks, number, MB) for number in range(200, 220)]
+    assert all(is_right(result, 200 + i) for i, results in enumerate(many) for result in results)
+
+
+def test_messages_are_read_where_they_are_until_every_rank_has_freed_them() -> None:
+    ranks = memories(2)
+    for number in range(1, 9):
+        assert all(is_right(messages, number) for messages in gathered(ranks, number, keep=False))
+        for rank in ranks:
+            assert owners(ranks[0]) == [number]
+            rank.free(0)
 
 
 def test_a_result_that_cannot_be_mapped_is_read() -> None:
