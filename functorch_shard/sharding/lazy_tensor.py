@@ -46,7 +46,7 @@ class Lazy(Tensor):
     _session: Session
     _buffers: UnitBuffers
     _place: Place
-    _is_transposed = False  # where a graph is recorded, as for a matrix product that saves it
+    _transpose_of: Place | None = None  # where a graph is recorded, as for a matrix product that saves it
 
     @staticmethod
     def __new__(cls, session: Session, buffers: UnitBuffers, place: Place) -> Lazy:
@@ -65,9 +65,10 @@ class Lazy(Tensor):
         with without_torch_function():
             return _transposed(*args) if func is _TRANSPOSE else _rule(func)(func, args, kwargs or {})
 
-    def _data(self, own: bool = False) -> Tensor:
-        """Its values, in memory that must not be written to, or in a copy of that."""
-        place, flat = self._place, self._session.data(self._buffers, self._place.buffer)
+    def _data(self, place: Place | None = None, own: bool = False) -> Tensor:
+        """Its values, or those at another ``place``, in memory that must not be written to, or in a copy of that."""
+        place = place or self._place
+        flat = self._session.data(self._buffers, place.buffer)
         flat = flat.clone() if own else flat
         return flat.as_strided(place.shape, place.strides, flat.storage_offset() + place.offset)
 
@@ -172,11 +173,12 @@ def _of_first(rule: Callable[[Lazy, Any, Any], Any]) -> Callable[[Any, Any, Any]
 
 
 def _transposed(x: Lazy) -> Tensor:
-    with_graph = torch.is_grad_enabled()
-    if x._is_transposed and not with_graph and in_backward_of_product() and not active_modes():
-        return x._data().t()  # the product, which follows, needs no dispatch
-    made = x._at(x._place.shape[::-1], x._place.strides[::-1], x._place.offset)
-    made._is_transposed = with_graph
+    with_graph, place = torch.is_grad_enabled(), x._place
+    if x._transpose_of and not with_graph and in_backward_of_product() and not active_modes():
+        return x._data(x._transpose_of)  # the product, which follows, needs no dispatch
+    made = x._at(place.shape[::-1], place.strides[::-1], place.offset)
+    if with_graph:
+        made._transpose_of = place
     return made
 
 
