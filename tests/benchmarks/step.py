@@ -16,10 +16,12 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ import torch.distributed as dist
 
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.contenders import CONTENDERS, takes_replicas
-from tests.benchmarks.tools import command_line, forget_peak, in_turns, now_on_all_ranks, quartiles, status
+from tests.benchmarks.tools import command_line, in_turns, now_on_all_ranks, quartiles
 from tests.benchmarks.workloads import WORKLOADS
 from tests.support.two_hosts import on_two_hosts
 
@@ -95,41 +97,42 @@ def _batch(case: Case) -> list[torch.Tensor]:
     return [x.to(case.device) for x in WORKLOADS[case.workload].batch(dist.get_rank(), case.batch)]
 
 
-def memory_on_this_rank(case: Case, name: str) -> tuple[float, float, float]:
-    """MB of this rank's own memory that it holds between steps, the most that five steps take in addition, and its part
-    of shared memory. What a compiler keeps is held between steps as well.
+def memory_on_this_rank(case: Case, name: str) -> tuple[float, float]:
+    """MB that this rank holds between steps, what a compiler keeps too, and the most that five steps take in addition:
+    its own memory, and its part of what the ranks share, looked at each millisecond together."""
 
-    Shared memory is that after the steps: freed regions give theirs back, and within a step it is more. What a rank has
-    mapped counts as resident in each.
-    """
-    before = _own_memory()
+    def now(shared: Iterable[int] = ()) -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        own = next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+        return (own + sum(512 * os.fstat(file).st_blocks for file in shared) / case.num_ranks) / 2**20
+
+    before = now()
     step, batch = build(name, case), _batch(case)
     for _ in range(WARM_UP + 1):
         step(*batch)
-    held = _own_memory()
-    forget_peak()
-    for _ in range(5):
-        step(*batch)
-    most = status("VmHWM") - status("RssShmem")
-    return (held - before) / 2**20, (most - held) / 2**20, _shared_memory() / case.num_ranks
-
-
-def _own_memory() -> float:
+    files = [int(path.name) for path in Path("/proc/self/fd").iterdir() if "/memfd:" in str(path.resolve())]
+    shared = {os.fstat(file).st_ino: file for file in sorted(files, reverse=True)}.values()  # maps have some too
     gc.collect()
-    return status("VmRSS") - status("RssShmem")
+    held, seen, done = now(shared), [0.0], Event()
 
+    def look() -> None:
+        while not done.wait(0.001):
+            seen.append(now(shared) - held)
 
-def _shared_memory() -> float:
-    paths = [path for path in Path("/proc/self/fd").iterdir() if str(path.resolve()).startswith("/memfd:")]
-    files = {file.st_ino: 512 * file.st_blocks for file in (path.stat() for path in paths)}
-    return sum(files.values()) / 2**20
+    with ThreadPoolExecutor(1) as thread:
+        looking = thread.submit(look)
+        for _ in range(5):
+            step(*batch)
+        done.set()
+        looking.result()
+    return held - before, max(seen)
 
 
 def memory(key: str, name: str) -> list[float]:
     """In new processes, whose malloc starts with its own thresholds."""
     command = [sys.executable, "-m", "tests.benchmarks.step", "--peak-of", name, "--cases", key]
     out = subprocess.run(command, env={**os.environ, **MALLOC}, capture_output=True, text=True, timeout=900, check=True)
-    return [float(word) for word in out.stdout.split()[-3:]]
+    return [float(word) for word in out.stdout.split()[-2:]]
 
 
 def check_losses(case: Case, losses: dict[str, list[float]]) -> None:
@@ -152,7 +155,7 @@ def run(key: str, case: Case, names: Sequence[str], rounds: int, with_memory: bo
     check_losses(case, {name: series[name]["loss"] for name in names})
     rows = {name: summary(name, series) for name in names}
     for name in names if with_memory else []:
-        rows[name]["held_mb"], rows[name]["step_mb"], rows[name]["shared_mb"] = memory(key, name)
+        rows[name]["held_mb"], rows[name]["step_mb"] = memory(key, name)
     return {**asdict(case), "name": case.name, "rounds": rounds, "rows": rows}
 
 
@@ -169,10 +172,10 @@ def summary(name: str, series: Series) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     lines = [f"{result['name']}: median ms, ratio to FSDP2 with the same resharding (quartiles)"]
     if any("held_mb" in row for row in result["rows"].values()):
-        lines[0] += ", MB held + in a step + shared"
+        lines[0] += ", MB held + in a step"
     for name, row in result["rows"].items():
         low, high = row["quartiles"]
-        sizes = " + ".join(f"{row[key]:4.0f}" for key in ("held_mb", "step_mb", "shared_mb") if key in row)
+        sizes = " + ".join(f"{row[key]:4.0f}" for key in ("held_mb", "step_mb") if key in row)
         lines.append(f"  {name:22s} {row['ms']:8.1f}   {row['ratio']:.2f} ({low:.2f} to {high:.2f})  {sizes}".rstrip())
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What measurements share: options of a command, contenders in turns, and what the kernel says of memory."""
+"""What measurements share: options of a command, contenders in turns, quartiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import statistics
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -47,14 +46,3 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """The first one, the median and the third one."""
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return low, middle, high
-
-
-def status(field: str) -> float:
-    """``VmRSS``, what is resident, or ``VmHWM``, its peak, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(field)) * 1024
-
-
-def forget_peak() -> None:
-    """Let ``VmHWM`` begin anew: see clear_refs in proc(5)."""
-    Path("/proc/self/clear_refs").write_text("5")
