@@ -108,8 +108,8 @@ class SharedMemory:
             if owner == number:  # if ranks differ in the size, they will find out
                 return place
         free = {place: length for place, (_, length, freed) in enumerate(entries) if all(freed)}
-        fitting = [place for place, length in free.items() if length >= nbytes]
-        place = min(fitting, key=free.__getitem__) if fitting else max(free, key=free.__getitem__, default=len(entries))
+        near = {place: length for place, length in free.items() if length <= 4 * nbytes}  # larger ones are left idle
+        place = min(near, key=lambda place: (near[place] < nbytes, abs(near[place] - nbytes)), default=len(entries))
         length = max(free.pop(place, 0), nbytes)
         os.pwrite(self.file, self._entry.pack(number, length, bytes(self._size)), self._entry_of(place))
         os.pwrite(self.file, _COUNT.pack(max(place + 1, len(entries))), 0)

@@ -94,8 +94,9 @@ def test_memory_that_was_freed_and_that_no_collective_uses_for_a_while_is_given_
     for number in range(5, 2 + IDLE):
         assert all(is_right(result, number) for result in gathered(ranks, number, MB))
         assert held_by(ranks[0]) == 4 * nbytes
-    gathered(ranks, 5 + IDLE)
-    assert held_by(ranks[0]) == nbytes
+    for number in range(2 + IDLE, 4 + 2 * IDLE):
+        gathered(ranks, number)
+    assert held_by(ranks[0]) == mmap.PAGESIZE
     many = [gathered(ranks, number, MB) for number in range(200, 220)]
     assert all(is_right(result, 200 + i) for i, results in enumerate(many) for result in results)
 
