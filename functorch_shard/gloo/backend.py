@@ -138,7 +138,7 @@ class GlooBackend(GroupBackend):
             def read() -> Tensor | list[Tensor]:
                 all_bytes = region.read(keep=stays)
                 if stays:
-                    call.region = None
+                    call.region = None  # which the result frees
                     return all_bytes.view(dtype).view(-1, *x.shape[1:])
                 received = zip(starts[column :: len(parts)], lengths[column :: len(parts)], shapes, strict=False)
                 return [
