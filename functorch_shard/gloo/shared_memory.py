@@ -13,7 +13,7 @@ of each the number of the collective whose messages are there, its bytes, and on
 No rank waits for another one here, and no region is written to before all ranks have freed it: each step comes after
 the step before it, in the same process or after a message from it, and sees what that one wrote. Fresh memory, and a
 new map of it, cost more than the copy itself. So a process keeps the maps that it writes and reads through, and a freed
-region keeps its memory until ``IDLE`` collectives have come after its last one.
+region keeps its memory for twice as many collectives as there are regions: a step may use each in forward and backward.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 REGION = 1 << 40  # bytes from one region to the next, and for the table before them: more than any result has
-IDLE = 8  # collectives of an axis after the last one of a region, until it gives its memory back, if it is free
-MAPS = 16  # of regions, shared by all ranks, that a process keeps
+MAPS = 64  # of regions, shared by all ranks, that a process keeps
 ADDRESS = 64  # bytes of an address: a process, a file of it, and a name that no other file has
 _COUNT = struct.Struct("q")
 
@@ -113,9 +112,10 @@ class SharedMemory:
         length = max(free.pop(place, 0), nbytes)
         os.pwrite(self.file, self._entry.pack(number, length, bytes(self._size)), self._entry_of(place))
         os.pwrite(self.file, _COUNT.pack(max(place + 1, len(entries))), 0)
+        longest = 2 * sum(length > 0 for _, length, _ in entries)
         for idle, held in free.items():
             owner, _, freed = entries[idle]
-            if held and number - owner > IDLE:
+            if held and number - owner > longest:
                 with suppress(OSError), mmap.mmap(self.file, held, offset=_start(idle)) as memory:
                     memory.madvise(mmap.MADV_REMOVE)
                 os.pwrite(self.file, self._entry.pack(owner, 0, freed), self._entry_of(idle))

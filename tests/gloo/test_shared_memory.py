@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from functorch_shard.gloo.shared_memory import ADDRESS, IDLE, SharedMemory, open_shared_memory
+from functorch_shard.gloo.shared_memory import ADDRESS, SharedMemory, open_shared_memory
 
 MB = 1 << 18  # elements of float32
 
@@ -87,18 +87,18 @@ def test_a_region_is_taken_again_when_every_rank_has_freed_the_result_and_no_ear
         assert is_right(again[0], 3)
 
 
-def test_memory_that_was_freed_and_that_no_collective_uses_for_a_while_is_given_back() -> None:
+def test_regions_that_are_used_in_turn_keep_their_memory_and_others_give_it_back() -> None:
     ranks, nbytes = memories(2), 2 * 4 * MB
-    many = [gathered(ranks, number, MB) for number in range(1, 5)]
-    many.clear()
-    for number in range(5, 2 + IDLE):
-        assert all(is_right(result, number) for result in gathered(ranks, number, MB))
-        assert held_by(ranks[0]) == 4 * nbytes
-    for number in range(2 + IDLE, 4 + 2 * IDLE):
+    for first in range(1, 60, 20):  # a step each: ten units that stay from forward to backward
+        whole = [gathered(ranks, number, MB) for number in range(first, first + 10)]
+        for number in range(first + 10, first + 20):
+            assert all(is_right(result, 2 * first + 19 - number) for result in whole.pop())
+            gathered(ranks, number, MB)
+            assert held_by(ranks[0]) == 10 * nbytes
+    for number in range(61, 83):
         gathered(ranks, number)
     assert held_by(ranks[0]) == mmap.PAGESIZE
-    many = [gathered(ranks, number, MB) for number in range(200, 220)]
-    assert all(is_right(result, 200 + i) for i, results in enumerate(many) for result in results)
+    assert all(is_right(result, number) for number in range(200, 220) for result in gathered(ranks, number, MB))
 
 
 def test_messages_are_read_where_they_are_until_every_rank_has_freed_them() -> None:
