@@ -75,9 +75,7 @@ def test_what_a_rank_writes_to_a_result_no_other_rank_and_no_later_result_has() 
 def test_a_region_is_taken_again_when_every_rank_has_freed_the_result_and_no_earlier() -> None:
     for last in range(3):
         ranks = memories(3)
-        results = gathered(ranks, 1)
-        kept = results[last].flatten()[4:6]  # a view keeps it too
-        results.clear()
+        kept = gathered(ranks, 1)[last].flatten()[4:6]  # a view keeps it too
         other = gathered(ranks, 2)
         assert (owners(ranks[0]), kept.tolist()) == ([1, 2], [10, 11])
         del kept
@@ -95,10 +93,12 @@ def test_regions_that_are_used_in_turn_keep_their_memory_and_others_give_it_back
             assert all(is_right(result, 2 * first + 19 - number) for result in whole.pop())
             gathered(ranks, number, MB)
             assert held_by(ranks[0]) == 10 * nbytes
-    for number in range(61, 83):
-        gathered(ranks, number)
-    assert held_by(ranks[0]) == mmap.PAGESIZE
-    assert all(is_right(result, number) for number in range(200, 220) for result in gathered(ranks, number, MB))
+    for numbers, numel, held in (range(61, 83), MB, nbytes), (range(83, 90), 5, mmap.PAGESIZE):
+        for number in numbers:
+            assert all(is_right(result, number) for result in gathered(ranks, number, numel))
+        assert held_by(ranks[0]) == held
+    many = [gathered(ranks, number, MB) for number in range(200, 220)]
+    assert all(is_right(result, 200 + i) for i, results in enumerate(many) for result in results)
 
 
 def test_messages_are_read_where_they_are_until_every_rank_has_freed_them() -> None:
