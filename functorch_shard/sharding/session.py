@@ -10,8 +10,8 @@ the same order, whatever their timing.
 Note [Streams]: a gathered buffer may be used on any stream of a device. It is finished on the stream that its gather
 was started on, which all of its memory is from; an event marks when it is complete, and every other stream waits for
 that event once. ``record_stream`` reports such a stream to the allocator, so that freed memory is not reused before the
-stream is done. Copies of pinned memory have a stream of their own, on which no kernel waits for them and they wait for
-no kernel.
+stream is done. Copies of pinned memory have a stream each way, on which they wait for no kernel but the one that made
+what is copied; a unit's event is recorded before the copy of the next one is sent.
 """
 
 from __future__ import annotations
@@ -41,19 +41,22 @@ SMALL_PART = 1 / 8
 
 
 class Streams(NamedTuple):
-    """The streams of a device: which is current, how to make one so for a while, and the one for copies."""
+    """The streams of a device: which is current, how to make one so for a while, and those for copies each way."""
 
     current: Callable[[], Any]
     on: Callable[[Any], AbstractContextManager[Any]]
-    copies: Callable[[], Any]
+    from_host: Any
+    to_host: Any
 
 
+@cache  # the allocator keeps memory for each stream
 def streams_of(device: torch.device) -> Streams | None:
     """Return the streams of ``device``, or None if it has none: it does everything in order."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     if not hasattr(module, "current_stream"):
         return None
-    return Streams(lambda: module.current_stream(device), module.stream, cache(lambda: torch.Stream(device)))
+    current = lambda: module.current_stream(device)  # noqa: E731
+    return Streams(current, module.stream, torch.Stream(device), torch.Stream(device))
 
 
 class RecordedEvent:
@@ -83,7 +86,7 @@ def _put(kinds: Mapping[str, MemoryKind], streams: Streams | None, key: str, tot
     if not kind.pinned or streams is None or total.is_cpu:
         return kind.put(total)
     made, out = RecordedEvent(streams), kind.new(total)
-    with streams.on(streams.copies()):
+    with streams.on(streams.to_host):
         made.take([total])
         out.copy_(total, non_blocking=True)
         done = streams.current().record_event()
@@ -120,7 +123,7 @@ class UnitBuffers:
         self._check_unchanged()
         if self._streams is not None:
             from_host = self.shards[0].is_cpu and self.device.type != "cpu"
-            self._sent_on = self._streams.copies() if from_host else self._streams.current()
+            self._sent_on = self._streams.from_host if from_host else self._streams.current()
         with self._where_sent():
             self._works = [self._gather(i) for i in range(len(self.shards))]
 
@@ -259,7 +262,9 @@ class Session:
             for evicted in self._resident.pop(other):
                 evicted.drop()
         self._fetch(buffers, now)
-        for other in fetch:  # before waiting for this one: the network is never idle
+        if self._streams is not None:
+            buffers.wait()  # the host does not; its event comes before what is sent next
+        for other in fetch:  # before the host waits for this one: the network is never idle
             for ahead in self._buffers.get(other, {}).values():
                 if ahead.left_in != now:
                     self._fetch(ahead, now)
