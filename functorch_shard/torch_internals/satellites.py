@@ -6,7 +6,7 @@ levels of ``torch.func``, and what ranks in threads inherit and share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -142,7 +142,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass: what it does below is seen one by one
-        if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() != NO_PASS:
+        if _draws(func, args, kwargs or {}) and backward_pass() != NO_PASS:
             raise RefusedError(_IN_BACKWARD)
         if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
             raise RefusedError(_GENERATOR)
@@ -176,6 +176,15 @@ class _Recorder(TorchDispatchMode):
             with untraced(), torch.no_grad():
                 for x, before in self._before.values():
                     x.copy_(before)
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it draws random numbers; attention is tagged also without dropout, and with the seed of its forward."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in schema_of(func).arguments]
+    given = dict(zip(names, args, strict=False)) | {**kwargs}
+    return "philox_seed" not in names and ("dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0)
 
 
 def compiled(graph: GraphModule, inputs: Sequence[Tensor], compiler: str | Callable[..., Any]) -> Any:
