@@ -23,11 +23,13 @@ from ..containers import KNOWN, place
 from ..errors import reject
 from ..torch_internals.autograd import being_traced, in_transform, untraced
 from ..torch_internals.satellites import compiled
+from .cuda_graph import Captured, refuse_host_tensors
 from .recording import Recording, StepSchedule, as_inputs, record, schedule_of
 from .signature import Call, flatten, modules_outside, refusal, signature_of
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Backend = Callable[[GraphModule, Sequence[Tensor]], Callable[..., Any]]
+AS_IT_RUNS = ("replay", "cudagraphs")  # backends that run the operators of the eager step
 _MANY = 8  # recordings of one step, from which a warning says so
 
 
@@ -35,8 +37,8 @@ def compile(step: Callable[..., Any], *, backend: str | Backend = "inductor") ->
     """Record ``step`` as one graph at its first call, and run the graph from then on.
 
     ``compile(step)(*args) == step(*args)``. The eager program is traced, lazy gathers and all: the graph has its
-    starts, waits and frees, whatever transforms, clipping and optimizer the step contains. With ``backend="replay"``
-    results are bitwise those of ``step``; a compiler rounds differently.
+    starts, waits and frees, whatever transforms, clipping and optimizer the step contains. With ``"replay"`` and
+    ``"cudagraphs"`` results are bitwise those of ``step``; a compiler rounds differently.
 
     Tensors and floats in the arguments are inputs of the graph; everything else (integers, strings, dtypes, structure,
     shapes, attributes of objects, the modes of modules) is fixed in it, and another value is recorded anew, with a
@@ -52,9 +54,9 @@ def compile(step: Callable[..., Any], *, backend: str | Backend = "inductor") ->
     Args:
         step: a function of pytrees of tensors, for example a training step; on simulated ranks, ``mesh.spmd(step)``.
             It returns any pytree. Inside, floats of the arguments are tensors of no dims, in float64.
-        backend: ``"replay"`` runs the recorded operators one by one, without Python between them;
-            ``"inductor"`` compiles them, in seconds to minutes; or another backend of ``torch.compile``, by name or as
-            a function of a graph and its inputs.
+        backend: ``"replay"`` runs the recorded operators one by one, without Python between them; ``"cudagraphs"``
+            on one rank captures them at the second call, and launches them at once; ``"inductor"`` compiles them, in
+            seconds to minutes; or another backend of ``torch.compile``, by name or as a function of a graph and inputs.
 
     Returns:
         A :class:`Compiled`, to be called as ``step``. What the step updates in place (``donate=True``) is returned as
@@ -133,7 +135,7 @@ class Compiled:
 
     def _trace(self, call: Call) -> Recording:
         with untraced():  # modes see what runs
-            return record(self._step, call, for_compiler=self._backend != "replay")
+            return record(self._step, call, for_compiler=self._backend not in AS_IT_RUNS)
 
     def _record(self, call: Call) -> tuple[Recording, Run]:
         _check(call)
@@ -145,7 +147,7 @@ class Compiled:
         # without a mesh, collectives that do not belong together are found where they meet, over gloo
         recording = call.meshes[0].agree("compile", trace, _lines, _SAME) if call.meshes else trace()
         with untraced():
-            run = runner(recording.graph, as_inputs(call.inputs), self._backend)
+            run = runner(recording, as_inputs(call.inputs), self._backend)
         self._recorded[key] = recording, run
         return recording, run
 
@@ -174,33 +176,23 @@ _SAME = (
 )
 
 
-def runner(graph: GraphModule, inputs: Sequence[Tensor], backend: str | Backend) -> Run:
-    """A function from the inputs of ``graph`` to its outputs."""
-    if backend == "replay":
+def runner(recording: Recording, inputs: Sequence[Tensor], backend: str | Backend) -> Run:
+    """A function from the inputs of the graph to its outputs."""
+    graph = recording.graph
+    if backend in AS_IT_RUNS:
         direct = Graph()
         direct.output(direct.graph_copy(graph.graph, {}))
         for node in direct.nodes:
             node.target = AS_FUNCTIONS.get(node.target, node.target)
-        replay = GraphModule(graph, direct)
-        return lambda tensors: replay(*tensors)
-    if backend == "cudagraphs":
-        _refuse_host_tensors(graph)
+        module = GraphModule(graph, direct)
+        replay = lambda tensors: module(*tensors)  # noqa: E731
+        if backend == "replay":
+            return replay
+        refuse_host_tensors(graph)
+        return Captured(replay, recording.written)
     constants = _constants_as_inputs(graph)
     run = compiled(graph, [*inputs, *constants], backend)
     return lambda tensors: run(*tensors, *constants)
-
-
-def _refuse_host_tensors(graph: GraphModule) -> None:
-    """Raise where torch would run the graph without capturing it, which it does without a word."""
-    tensors = [(node, node.meta.get("val")) for node in graph.graph.nodes]
-    host = [node for node, x in tensors if isinstance(x, Tensor) and x.device.type == "cpu"]
-    if host:
-        first = f"{host[0].name!r} ({host[0].op} {host[0].target})"
-        raise NotImplementedError(
-            f"compile: backend='cudagraphs' captures graphs whose tensors are all on the device; {len(host)} are on "
-            f"the CPU here, first {first}. Pass numbers such as lr as tensors on the device, keep step counts there "
-            "(capturable=True), or use backend='replay'."
-        )
 
 
 def _constants_as_inputs(graph: GraphModule) -> list[Tensor]:

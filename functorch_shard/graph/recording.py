@@ -21,7 +21,15 @@ from ..communication.collective import record as mark
 from ..containers import opened, refuse_opaque
 from ..errors import table
 from ..torch_internals.satellites import ON_VALUES, RefusedError, fake_copies, trace
-from ..torch_internals.tensors import as_number, identity_of_storage, tensors_of, version_of, writes_nothing
+from ..torch_internals.tensors import (
+    OpOverload,
+    as_number,
+    identity_of_storage,
+    is_written,
+    schema_of,
+    tensors_of,
+    writes_nothing,
+)
 from .signature import Call, is_traced, memory_outside
 
 
@@ -66,7 +74,6 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
     """Trace ``fn`` with these arguments; the cause of an error has the line of the program."""
     traced = [i for i, x in enumerate(call.leaves) if is_traced(x)]
     fakes = fake_copies(as_inputs(call.inputs))
-    versions = [version_of(x) for x in fakes]
     found: list[Any] = []
 
     def flat(*inputs: Tensor) -> list[Tensor]:
@@ -97,8 +104,20 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
             raise NotImplementedError(f"compile: this step cannot be recorded as one graph. {reason}") from error
         raise
     structure, outputs = found
-    written = [i for i, (x, version) in enumerate(zip(fakes, versions, strict=True)) if version_of(x) != version]
+    memory = {key for node in graph.graph.nodes for key in _written(node)}
+    written = [i for i, x in enumerate(fakes) if identity_of_storage(x) in memory]
     return Recording(graph, structure, outputs, written, simplify(graph))
+
+
+def _written(node: Node) -> set[int]:
+    """The memory that an operator writes to; counts of writes are not those of an input inside of a batch of ranks."""
+    if not isinstance(node.target, OpOverload):
+        return set()
+    declared = schema_of(node.target).arguments
+    given = dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
+    values = [given.get(argument.name) for argument in declared if is_written(argument)]
+    nodes = [each for x in values for each in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(each, Node)]
+    return {key for each in nodes for key in _storages(each)}
 
 
 def as_inputs(values: Sequence[Any]) -> list[Tensor]:

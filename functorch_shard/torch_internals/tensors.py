@@ -22,7 +22,7 @@ from torch.utils import _pytree as torch_pytree  # the registry that torch.func 
 
 from .autograd import get_unwrapped
 
-_OpOverload = type(torch.ops.aten.add.Tensor)
+OpOverload = type(torch.ops.aten.add.Tensor)
 
 GLOBAL_NAMESPACE = __GLOBAL_NAMESPACE  # where optree registers containers for calls that name no namespace
 no_torch_function = _disabled_torch_function_impl  # documented: the __torch_function__ of a subclass without one
@@ -66,7 +66,7 @@ def is_written(argument: Any) -> bool:
 
 def writes_nothing(target: Any) -> bool:
     """Whether the target of a node of a graph is an operator that writes to none of its arguments."""
-    return isinstance(target, _OpOverload) and not any(map(is_written, schema_of(target).arguments))
+    return isinstance(target, OpOverload) and not any(map(is_written, schema_of(target).arguments))
 
 
 def tensors_of(value: Any) -> list[Tensor]:

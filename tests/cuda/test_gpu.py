@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.device.programs import train
+from tests.benchmarks.gpu import captures
+from tests.device.programs import result, train
 from tests.support.device_laws import LAWS, MESHES, one_rank
 from tests.support.rank_laws import run
 
@@ -35,11 +37,58 @@ def test_on_a_gpu(law: str, device: torch.device) -> None:
     LAWS[law](device)
 
 
-@pytest.mark.parametrize("backend", ["cudagraphs", "inductor"])
 @pytest.mark.parametrize("ranks", MESHES)
-def test_compiled_steps_train_as_eager_ones(ranks: str, backend: str, device: torch.device) -> None:
+def test_a_step_of_inductor_trains_as_the_eager_one(ranks: str, device: torch.device) -> None:
     mesh = MESHES[ranks](device)  # a compiler may fuse and reorder operators
-    assert_trees_close(train(mesh, backend=backend), train(mesh), rtol=1e-4, atol=1e-4)
+    assert_trees_close(train(mesh, backend="inductor"), train(mesh), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("ranks", MESHES)
+def test_a_step_is_captured_once_and_has_the_bits_of_the_eager_one(
+    ranks: str, donate: bool, device: torch.device
+) -> None:
+    mesh = MESHES[ranks](device)
+    with captures() as seen:
+        found = train(mesh, backend="cudagraphs", donate=donate)
+    assert len(seen) == 1
+    assert_trees_close(found, train(mesh, donate=donate), rtol=0, atol=0)
+
+
+def test_a_captured_step_updates_the_parameters_that_it_is_given(device: torch.device) -> None:
+    """Two trees in turns, of which the graph has the memory of one."""
+    source = {"w": torch.arange(4.0, device=device)}
+    layout, opt = fs.plan(source, one_rank(device)), fs.optimizer(torch.optim.SGD, lr=1.0)
+    step = fs.compile(lambda p, g: opt.step(p, grads=g, state={}, donate=True)[0], backend="cudagraphs")
+    trees = [fs.shard({"w": source["w"] * scale}, layout) for scale in (1, 10)]
+    for _ in range(3):
+        for params in trees:
+            step(params, fs.shard({"w": torch.ones(4, device=device)}, layout))
+    for params, scale in zip(trees, (1, 10), strict=True):
+        assert_trees_close(dict(fs.gather(params, lazy=False)), {"w": source["w"] * scale - 3})
+
+
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"])
+@pytest.mark.parametrize(("backend", "dropout"), [("replay", 0.0), ("replay", 0.5), ("cudagraphs", 0.5)])
+def test_a_recorded_step_of_attention_is_the_eager_one(
+    kernel: str, backend: str, dropout: float, device: torch.device
+) -> None:
+    """Kernels have the seed of their dropout from forward, and draw nothing again in backward."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 64, 32, device=device, dtype=torch.bfloat16)
+    weight = {"w": torch.randn(32, 32, device=device, dtype=torch.bfloat16) / 8}
+    params = fs.shard(weight, fs.plan(weight, one_rank(device)))
+
+    def loss(params: fs.Sharded) -> Tensor:
+        y = nn.functional.scaled_dot_product_attention(x @ fs.gather(params, lazy=True)["w"], x, x, dropout_p=dropout)
+        return y.float().square().mean()
+
+    eager, found = fs.grad_and_value(loss), []
+    with sdpa_kernel(getattr(SDPBackend, kernel)):
+        for step in (eager, *[fs.compile(eager, backend=backend)] * 3):
+            torch.manual_seed(1)
+            found.append(result(step(params)))
+    assert_trees_close(found[1:], found[:1] * 3)
 
 
 def test_on_two_gpus() -> None:

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import functorch_shard as fs
+from functorch_shard.graph.recording import record
+from functorch_shard.graph.signature import flatten
 from functorch_shard.testing import assert_trees_close
 from tests.device.programs import train
 from tests.graph.test_replay import WIDTH, Step, of, rows
@@ -115,6 +118,23 @@ def test_what_is_written_and_what_is_drawn_stays_in_the_graph() -> None:
     torch.manual_seed(0)
     assert torch.equal(recorded(torch.ones(2, 3)), expected)
     assert torch.equal(torch.rand(1), after)
+
+
+def test_attention_without_dropout_may_be_recomputed() -> None:
+    """Its operators are tagged as random ones."""
+    q, weights = torch.randn(2, 3, 8, 4), {"w": torch.randn(4, 4)}
+    params = fs.shard(weights, fs.plan(weights, fs.init_mesh()))
+    attend = fs.remat(lambda w: F.scaled_dot_product_attention(q @ w, q, q).square().mean())
+    step = fs.grad(lambda p: attend(fs.gather(p, lazy=True)["w"]))
+    assert_trees_close(fs.compile(step, backend="replay")(params), step(params), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_recording_knows_the_inputs_that_its_operators_write_to(ranks: int) -> None:
+    params = fs.shard({"w": torch.ones(6)}, fs.plan({"w": torch.ones(6)}, fs.simulated_mesh(ranks)))
+    opt = fs.optimizer(torch.optim.AdamW)
+    step = params.layout.mesh.spmd(lambda p, state: opt.step(p, grads=p, state=state, donate=True))
+    assert record(step, flatten((params, opt.init(params)), {}), for_compiler=False).written == [0, 1, 2, 3]
 
 
 def test_a_conjugate_is_not_taken_for_what_it_is_a_view_of() -> None:
