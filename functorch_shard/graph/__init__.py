@@ -3,7 +3,8 @@
 Here are the recordings of a step, whose graphs are run by Python or by a compiler of torch; ``signature`` tells which
 calls share one, and what a step reaches besides its arguments; ``recording`` traces the eager program, lazy gathers and
 all, into a graph of torch operators and recorded collectives (Note [Recorded] in communication/recorded.py), and reads
-it as a schedule. Imports ``training`` and what is below it; imported by programs only.
+it as a schedule; ``cuda_graph`` launches one at once. Imports ``training`` and what is below it; imported by programs
+only.
 """
 
 from __future__ import annotations

@@ -24,12 +24,13 @@ def training_step(
     layout: fs.Layout,
     loss: Callable[[Tensor, Tensor], Tensor],
     donate: bool = True,
+    lazy: bool | None = None,
 ) -> tuple[Callable[..., Any], list[Any]]:
     """``step(params, state, x, y)`` of AdamW, which returns new ones and the loss, and its first two arguments."""
     params, opt = fs.shard(model, layout), fs.optimizer(torch.optim.AdamW, lr=LR)
 
     def loss_of(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return loss(functional_call(model, fs.gather(params), (x,)), y)
+        return loss(functional_call(model, fs.gather(params, lazy=lazy), (x,)), y)
 
     def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         grads, value = fs.grad_and_value(loss_of)(params, x, y)
@@ -46,6 +47,7 @@ def ours(
     reshard: bool,
     compiled: str | None = None,
     donate: bool = True,
+    lazy: bool | None = None,
     replicas: int = 1,
     units: Any = "auto",
     on: Callable[[], fs.Mesh] | None = None,
@@ -54,7 +56,7 @@ def ours(
     mesh, model = on() if on else fs.init_mesh(axes, device=device.type), work.model().to(device)
     precision = fs.MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
     layout = fs.plan(model, mesh, units=units, reshard_after_forward=reshard, precision=precision)
-    train, trees = training_step(model, layout, work.loss, donate=donate)
+    train, trees = training_step(model, layout, work.loss, donate=donate, lazy=lazy)
     model.to("meta")  # the shards are all that is needed
     update = fs.compile(train, backend=compiled) if compiled else train
 
