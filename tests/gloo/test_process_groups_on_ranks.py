@@ -17,8 +17,8 @@ from functorch_shard.gloo.backend import GlooBackend
 from functorch_shard.testing import run_ranks
 from functorch_shard.torch_internals.tensors import timeout_of
 from tests.support.different_units import SMALL, alternately, assert_trained, train
+from tests.support.ranks import HYBRID
 
-AXES = {"replicate": 2, "shard": 2}
 PROGRAM: tuple[Any, ...] = 2, SMALL, alternately, 2
 
 
@@ -34,8 +34,8 @@ def on_this_rank(start: Callable[..., None], folder: str) -> tuple[Any, ...]:
     store = dist.FileStore(f"{folder}/store", size)
     start(store=store, rank=rank, world_size=size, timeout=timedelta(seconds=77))
     with pytest.raises(ValueError, match="timeout: only of a process group that is made here"):
-        fs.init_mesh(AXES, timeout=4)
-    mesh = fs.init_mesh(AXES, device="cpu")
+        fs.init_mesh(HYBRID, timeout=4)
+    mesh = fs.init_mesh(HYBRID, device="cpu")
     fs.checkpoint.save(f"{folder}/saved", {"x": torch.ones(3)})  # of no layout: by all ranks of the job
     backends: list[Any] = [axis.backend for axis in mesh]
     waits = {timeout_of(backend.group).total_seconds() for backend in backends}

@@ -6,24 +6,23 @@ import random
 import time
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.gloo.backend import SMALL_MESSAGE
-from tests.support.pool import run_ranks
+from tests.support.ranks import gloo, on_each
 
 LARGE = SMALL_MESSAGE + 5  # elements of a part
+NUM_MESSAGES, LONGEST = 200, 0.004  # and seconds that a rank is held up after each
 
 
-def stress_on_this_rank(num_messages: int, longest: float) -> None:
+@on_each(gloo(2, 3))
+def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(mesh: fs.Mesh) -> None:
     """Messages of all sizes under way together, landed in any order or never, each rank held up at other places."""
-    mesh = fs.init_mesh()
     rank, size = mesh.rank, mesh.size
     shared, own = random.Random(0), random.Random(rank)
     under_way, held = [], []
-    for i in range(num_messages):
+    for i in range(NUM_MESSAGES):
         numel = shared.choice([1, 17, SMALL_MESSAGE // 8 + 1, LARGE, LARGE + shared.randint(1, LARGE)])
         parts = [torch.arange(numel * size, dtype=torch.float64) * (r + 1) + i for r in range(size)]
         if shared.random() < 0.5:
@@ -35,7 +34,7 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
             expected = sum(parts[1:], parts[0]).view(size, numel)[rank]
         under_way.append((work, expected))
         del work
-        time.sleep(own.random() * longest)
+        time.sleep(own.random() * LONGEST)
         while len(under_way) > shared.randint(0, 3):
             work, expected = under_way.pop(shared.randrange(len(under_way)))
             if shared.random() < 0.2:
@@ -51,13 +50,8 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
     assert 1 <= len(backend._memory._entries()) <= 10 * size
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num_ranks: int) -> None:
-    run_ranks(stress_on_this_rank, num_ranks, 200, 0.004)
-
-
-def rewrite_on_this_rank() -> Tensor:
-    mesh = fs.init_mesh()
+@on_each(gloo(2))
+def test_what_is_written_to_after_it_was_sent_arrives_as_it_was_sent(mesh: fs.Mesh) -> None:
     x = torch.full((LARGE,), 1.0 + mesh.rank)
     work = mesh["shard"].issue("all_gather", x)
     x.zero_()
@@ -65,9 +59,6 @@ def rewrite_on_this_rank() -> Tensor:
         made_there = torch.full((LARGE,), 1.0 + mesh.rank)
         from_there = mesh["shard"].issue("all_gather", made_there)
         made_there.zero_()
-    return torch.stack([work.wait(), from_there.wait()]).view(2, 2, -1)[:, :, ::1000].clone()
-
-
-def test_what_is_written_to_after_it_was_sent_arrives_as_it_was_sent() -> None:
-    for rows in run_ranks(rewrite_on_this_rank, 2):
+    for sent in (work, from_there):
+        rows = sent.wait().view(2, -1)
         assert torch.equal(rows, torch.tensor([1.0, 2.0])[:, None].expand_as(rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,13 +30,12 @@ from tests.laws.convention import (
     whole_parameters,
 )
 from tests.support.differentiated import by_backward
-from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, sequential, simulated
 from tests.support.refusals import text_of
 
 MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 3}, {"replicate": 2, "shard": 3}]
 SIMULATED = simulated(*({"shard": 1, **axes} for axes in MESHES))
 REAL = gloo(2, {"replicate": 2, "shard": 1}, 4, HYBRID)
-every_real = pytest.mark.parametrize("ranks", REAL, ids=str)
 LAZY = None, False
 
 
@@ -84,17 +84,13 @@ def test_a_gradient_through_a_step_by_another_than_fs_grad_is_refused(task: str,
         assert all("RuntimeError" in text and "outermost reverse-mode derivative be fs.grad" in text for text in told)
 
 
-def by_autograd_inside(mesh: fs.Mesh) -> list[dict[str, fs.Full]]:
-    losses = [partial(sharded_loss, lazy=lazy) for lazy in LAZY]
-    sides = [Side(loss, autograd_grad(loss), fs.grad, fs.curvature.vdot, fs.global_norm) for loss in losses]
-    return [on_mesh(mesh, side, ["reverse over reverse", "through one step"]) for side in sides]
-
-
-@every_real
-def test_torch_autograd_inside_of_fs_grad_is_exact(ranks: Ranks) -> None:
-    want = expected(ranks.size, ["reverse over reverse", "through one step"])
-    for results in ranks.run(by_autograd_inside):
-        assert_trees_close(results, [want] * len(LAZY), rtol=1e-10, atol=1e-13)
+@on_each(REAL)
+def test_torch_autograd_inside_of_fs_grad_is_exact(mesh: fs.Mesh) -> None:
+    tasks = ["reverse over reverse", "through one step"]
+    for lazy in LAZY:
+        loss = partial(sharded_loss, lazy=lazy)
+        side = Side(loss, autograd_grad(loss), fs.grad, fs.curvature.vdot, fs.global_norm)
+        assert_trees_close(on_mesh(mesh, side, tasks), expected(mesh.size, tasks), rtol=1e-10, atol=1e-13)
 
 
 def test_one_rank_alone_may_be_differentiated_by_anybody() -> None:
@@ -150,89 +146,59 @@ def test_outside_spmd_a_gradient_through_a_step_is_that_of_the_unsharded_model(a
     assert_trees_close(dict(fs.gather(got)), want, rtol=1e-10, atol=1e-13)
 
 
-def twice_on_this_rank(mesh: fs.Mesh, reduction: Any) -> list[Any]:
-    """What torch.autograd.functional makes of the loss: itself or an error, beside forward mode; and by the input."""
-    params, v, rows = on(mesh, reduction=reduction)
-    results = []
-    for lazy in LAZY:
+@on_each(REAL)
+def test_torch_autograd_functional_is_right_or_refused_on_every_rank(mesh: fs.Mesh) -> None:
+    """Beside forward mode; and by the input it is right."""
+    close = partial(assert_trees_close, rtol=1e-10, atol=1e-13)
+    for reduction, lazy in product(("mean", "sum"), LAZY):
+        params, v, rows = on(mesh, reduction=reduction)
+        right = mesh.axes.get("replicate" if reduction == "sum" else "shard", 1) == 1
 
-        def loss(p: Any, x: Tensor = rows.x, lazy: bool | None = lazy) -> Tensor:
+        def loss(p: Any, x: Tensor = rows.x, rows: Samples = rows, lazy: bool | None = lazy) -> Tensor:
             return sharded_loss(p, x, rows.y, lazy)
 
-        def of_shards(*xs: Any, loss: Any = loss) -> Any:
+        def of_shards(*xs: Any, loss: Any = loss, params: fs.Sharded = params) -> Any:
             return loss(fs.Sharded(zip(params, xs, strict=True), params.layout))
 
-        product = torch.func.jvp(torch.func.grad(loss), (params,), (v,))[1]
-        want = torch.func.jvp(loss, (params,), (v,))[1], tuple(product.values())
+        hessian_product = torch.func.jvp(torch.func.grad(loss), (params,), (v,))[1]
+        want = torch.func.jvp(loss, (params,), (v,))[1], tuple(hessian_product.values())
         given = tuple(params.values()), tuple(v.values())
         for function, value in zip((functional.jvp, functional.hvp), want, strict=True):
-            told = text_of(function, of_shards, *given)
-            results.append(told or all_close(function(of_shards, *given)[1], value))
+            if right:
+                close(function(of_shards, *given)[1], value)
+            else:
+                assert "jvp and hvp, which take" in text_of(function, of_shards, *given)
         leaves = tree_map(lambda x: x.clone().requires_grad_(), params)
         by_input = functional.hvp(lambda x, loss=loss, leaves=leaves: loss(leaves, x), rows.x, rows.next_x)[1]
-        alone = functional.hvp(lambda x: plain_loss(whole_parameters(), x, rows.y), rows.x, rows.next_x)[1]
-        results.append(all_close(by_input, alone))
-    return results
+        alone = functional.hvp(lambda x, rows=rows: plain_loss(whole_parameters(), x, rows.y), rows.x, rows.next_x)[1]
+        close(by_input, alone)
 
 
-def all_close(a: Any, b: Any) -> bool:
-    assert_trees_close(a, b, rtol=1e-10, atol=1e-13)
-    return True
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@every_real
-def test_torch_autograd_functional_is_right_or_refused_on_every_rank(ranks: Ranks, reduction: str) -> None:
-    copies, shards = ranks.axes.get("replicate", 1), ranks.axes["shard"]
-    right = (copies if reduction == "sum" else shards) == 1
-    for results in ranks.run(twice_on_this_rank, reduction):
-        for *twice, by_input in (results[:3], results[3:]):
-            assert by_input is True
-            assert all(result is True if right else "jvp and hvp, which take" in result for result in twice)
-
-
-def by_hand_on_this_rank(mesh: fs.Mesh) -> list[Any]:
-    """Second derivatives of what ranks return and nobody sums: by fs.grad, and by backward()."""
+@on_each(REAL)
+def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_by_fs_grad(mesh: fs.Mesh) -> None:
+    """Of what nobody sums."""
     tasks = ["reverse over reverse", "penalty on the norm of the gradient"]
 
     def mine(a: Any, b: Any) -> Any:
         return torch.stack([(a[key] * b[key]).sum() for key in a]).sum()
 
-    def side(loss: Any, outer: Any) -> Side:
-        return Side(loss, autograd_grad(loss), outer, mine, lambda a: mine(a, a).sqrt())
-
-    losses = [partial(sharded_loss, lazy=lazy) for lazy in LAZY]
-    return [[on_mesh(mesh, side(loss, outer), tasks) for outer in OUTER] for loss in losses]
-
-
-OUTER = fs.grad, by_backward
+    for lazy in LAZY:
+        loss = partial(sharded_loss, lazy=lazy)
+        side = partial(Side, loss, autograd_grad(loss), dot=mine, norm=lambda a: mine(a, a).sqrt())
+        by_fs, by_autograd = (on_mesh(mesh, side(outer=outer), tasks) for outer in (fs.grad, by_backward))
+        assert_trees_close(by_autograd, by_fs, rtol=1e-10, atol=1e-13)
 
 
-@every_real
-def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_by_fs_grad(ranks: Ranks) -> None:
-    for results in ranks.run(by_hand_on_this_rank):
-        for by_fs, by_autograd in results:
-            assert_trees_close(by_autograd, by_fs, rtol=1e-10, atol=1e-13)
-
-
-def penalty_by_closure(params: fs.Sharded, x: Tensor) -> Tensor:
+@on_each(REAL)
+def test_what_an_inner_fs_grad_closes_over_has_a_gradient(mesh: fs.Mesh) -> None:
     """The inner fs.grad is by the input alone; parameters reach it by a closure."""
-    full = fs.gather(params)
-    return fs.grad(lambda x: torch.tanh(full["0.weight"] @ x).sum())(x).square().sum()
 
+    def penalty(grad: Any, weight: Tensor, x: Tensor) -> Tensor:
+        return grad(lambda x: torch.tanh(weight @ x).sum())(x).square().sum()
 
-def closure_on_this_rank(mesh: fs.Mesh) -> Any:
-    x = Samples.of(mesh.size).x.flatten(0, 1)[mesh.rank]
-    return fs.gather(fs.grad(penalty_by_closure)(on(mesh)[0], x), lazy=False)
-
-
-@every_real
-def test_what_an_inner_fs_grad_closes_over_has_a_gradient(ranks: Ranks) -> None:
-    def penalty(weight: Tensor, x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: torch.tanh(weight @ x).sum())(x).square().sum()
-
-    rows = Samples.of(ranks.size).x.flatten(0, 1)[: ranks.size]
-    want = torch.func.grad(lambda w: torch.stack([penalty(w, x) for x in rows]).mean())(whole_parameters()["0.weight"])
-    for result in ranks.run(closure_on_this_rank):
-        assert result.keys() == whole_parameters().keys()
-        assert_trees_close(result["0.weight"], want, rtol=1e-10, atol=1e-13)
+    rows = Samples.of(mesh.size).x.flatten(0, 1)[: mesh.size]
+    by_closure = fs.grad(lambda p: penalty(fs.grad, fs.gather(p)["0.weight"], rows[mesh.rank]))(on(mesh)[0])
+    mean = lambda w: torch.stack([penalty(torch.func.grad, w, x) for x in rows]).mean()  # noqa: E731
+    result, whole = fs.gather(by_closure, lazy=False), whole_parameters()
+    assert result.keys() == whole.keys()
+    assert_trees_close(result["0.weight"], torch.func.grad(mean)(whole["0.weight"]), rtol=1e-10, atol=1e-13)

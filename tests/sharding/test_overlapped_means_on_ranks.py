@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +16,8 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.testing import count_collectives
 from tests.support.different_units import SMALL, Units, inputs_of
-from tests.support.pool import run_ranks
+from tests.support.ranks import HYBRID, gloo, on_each
 
-AXES = {"replicate": 2, "shard": 2}
 UNITS = 4
 BF16 = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 PLANS: dict[str, dict[str, Any]] = {
@@ -34,7 +32,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "a parameter on every rank": {"ignored": ["units.1.bias"]},
 }
 Loss = Callable[[Any, fs.Mesh], Tensor]
-Both = tuple[list[Tensor], list[Tensor], int, int]
 
 
 def at_end() -> Any:
@@ -81,40 +78,35 @@ def planned(model: nn.Module, mesh: fs.Mesh, **options: Any) -> fs.Layout:
     return fs.plan(model, mesh, units=[[f"units.{i}"] for i in range(UNITS)], **options)
 
 
-def both_ways(loss: Callable[..., Tensor], mesh: fs.Mesh, *trees: fs.Sharded) -> Both:
-    """While backward goes on and at its end, and how many all-reduces each has taken."""
+def assert_same_both_ways(loss: Callable[..., Tensor], mesh: fs.Mesh, *trees: fs.Sharded) -> None:
+    """While backward goes on and at its end, with as many all-reduces."""
     gradient = fs.grad(loss, argnums=tuple(range(len(trees))))
     with count_collectives() as seen:
         overlapped = gradient(*trees, mesh)
     with count_collectives() as of_end, at_end():
         expected = gradient(*trees, mesh)
+    assert seen["psum"] == of_end["psum"]
     first, second = ([x for tree in each for x in tree.values()] for each in (overlapped, expected))
-    return first, second, seen["psum"], of_end["psum"]
+    for x, y in zip(first, second, strict=True):
+        assert x.dtype == y.dtype
+        assert x.any()
+        assert torch.equal(x, y)
 
 
-def gradients_on_this_rank(kind: str, name: str, dtype: torch.dtype) -> list[Both]:
-    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL).to(dtype)
-    return [both_ways(LOSSES[name], mesh, fs.shard(model, planned(model, mesh, **PLANS[kind])))]
-
-
-def assert_same(ranks: list[list[Both]]) -> None:
-    for overlapped, expected, number, number_at_end in chain(*ranks):
-        assert number == number_at_end
-        for x, y in zip(overlapped, expected, strict=True):
-            assert x.dtype == y.dtype
-            assert x.any()
-            assert torch.equal(x, y)
+def gradients(mesh: fs.Mesh, kind: str, name: str, dtype: torch.dtype) -> None:
+    model = Units(UNITS, SMALL).to(dtype)
+    assert_same_both_ways(LOSSES[name], mesh, fs.shard(model, planned(model, mesh, **PLANS[kind])))
 
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_the_means_are_bitwise_those_at_the_end(kind: str) -> None:
     dtype = torch.bfloat16 if kind == "sum" else torch.float32
-    assert_same(run_ranks(gradients_on_this_rank, 4, kind, "once", dtype))
+    gloo(HYBRID)[0].run(gradients, kind, "once", dtype)
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "once"])
 def test_where_a_gradient_is_more_than_one_reduction_its_mean_is_that_of_the_sum(name: str) -> None:
-    assert_same(run_ranks(gradients_on_this_rank, 4, "mean", name, torch.float64))
+    gloo(HYBRID)[0].run(gradients, "mean", name, torch.float64)
 
 
 def in_another_order(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
@@ -147,18 +139,17 @@ USES: list[Callable[..., Tensor]] = [
 ]
 
 
-def of_two_trees_on_this_rank() -> list[Both]:
-    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL).double()
+@on_each(gloo(HYBRID))
+def test_replicas_may_use_trees_in_other_orders_and_for_other_things(mesh: fs.Mesh) -> None:
+    model = Units(UNITS, SMALL).double()
     a = fs.shard(model, planned(model, mesh))
     b = fs.Sharded({key: x.cos() for key, x in a.items()}, a.layout)
-    return [both_ways(loss, mesh, a, b) for loss in USES]
+    for loss in USES:
+        assert_same_both_ways(loss, mesh, a, b)
 
 
-def test_replicas_may_use_trees_in_other_orders_and_for_other_things() -> None:
-    assert_same(run_ranks(of_two_trees_on_this_rank, 4))
-
-
-def started_and_waited_on_this_rank() -> list[str]:
+@on_each(gloo(HYBRID))
+def test_each_all_reduce_is_under_way_while_the_unit_in_front_is_reduced(mesh: fs.Mesh) -> None:
     events: list[str] = []
 
     @fs.communication.wrap
@@ -171,16 +162,11 @@ def started_and_waited_on_this_rank() -> list[str]:
 
         return send(op, x).then(finished)
 
-    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL)
+    model = Units(UNITS, SMALL)
     params = fs.shard(model, planned(model, mesh))
     params = fs.Sharded(params, params.layout.on(mesh.with_backend(watched)))
     fs.grad(once)(params, mesh)
-    return [event for event in events if "all_gather" not in event]
-
-
-def test_each_all_reduce_is_under_way_while_the_unit_in_front_is_reduced() -> None:
-    for events in run_ranks(started_and_waited_on_this_rank, 4):
-        for i in range(1, UNITS):
-            start, wait = (events.index(f"{what} psum units.{i}") for what in ("start", "wait"))
-            assert events.index(f"wait psum_scatter units.{i}") < start
-            assert start < events.index(f"start psum_scatter units.{i - 1}") < wait
+    for i in range(1, UNITS):
+        start, wait = (events.index(f"{what} psum units.{i}") for what in ("start", "wait"))
+        assert events.index(f"wait psum_scatter units.{i}") < start
+        assert start < events.index(f"start psum_scatter units.{i - 1}") < wait
