@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import functorch_shard as fs
+from tests.support.pages import blocks
 from tests.support.pool import run_ranks
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-PROGRAM = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+PROGRAM = blocks("README.md")[0]
 SEED_ALIKE, SEED_APART = "torch.manual_seed(0)", "torch.manual_seed(1 + mesh.rank)"
 
 

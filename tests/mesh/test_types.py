@@ -15,8 +15,7 @@ from functorch_shard.debug import types
 from tests.laws.tasks import ON_RANK, Data, Sides
 from tests.laws.wrappers import WRAPPERS
 from tests.support.models import awkward
-
-HYBRID = {"replicate": 2, "shard": 2}
+from tests.support.ranks import HYBRID
 
 
 class Counting(nn.Module):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import functorch_shard as fs
 from functorch_shard.cli import main
-from tests.support.pages import program
+from tests.support.pages import ROOT, program
 
-ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 TESTS, RELEASE = ((ROOT / f".github/workflows/{name}.yml").read_text() for name in ("tests", "release"))
 

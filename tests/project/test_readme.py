@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,16 +17,14 @@ from torch.func import functional_call, grad, jvp, vmap
 
 import functorch_shard as fs
 from functorch_shard.testing import run_ranks
-from tests.support.pages import PAGES, program
+from tests.support.pages import PAGES, ROOT, blocks, program
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_first_program_needs_nothing_of_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     """On a device that refuses tensors of others: ``meta``, where tensors have no values."""
-    program = BLOCKS[0]
+    program = blocks("README.md")[0]
     for said, other in (("simulated_mesh(4)", 'simulated_mesh(4, device="meta")'), ("loss.item():.2f", "loss.shape")):
         assert said in program
         program = program.replace(said, other)

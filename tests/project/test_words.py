@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 
 import functorch_shard as fs
-from tests.support.pages import PAGES
+from tests.support.pages import PAGES, ROOT
 
 PACKAGE = Path(fs.__file__).parent
-ROOT = Path(__file__).parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
 # A pattern, and what to write instead.

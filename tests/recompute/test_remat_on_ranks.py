@@ -120,12 +120,9 @@ def gathered_outside(p: Any, x: Tensor, y: Tensor) -> Tensor:
     """Two parts with whole parameters, lazy ones on real ranks, as arguments."""
     full = fs.gather(p)
     for i, layer in enumerate(convention.model().children()):
-        x = fs.remat(layer)(x) if i == 1 else fs.remat(functional_call)(layer, layer_of(full, i), x)
+        own = {name: full[f"{i}.{name}"] for name, _ in layer.named_parameters()}
+        x = fs.remat(functional_call)(layer, own, x) if own else fs.remat(layer)(x)
     return ((x - y) ** 2).mean()
-
-
-def layer_of(full: Any, i: int) -> dict[str, Tensor]:
-    return {name: full[f"{i}.{name}"] for name in ("weight", "bias")}
 
 
 WAYS = {"gathered inside": fs.remat(partial(convention.sharded_loss, lazy=None)), "gathered outside": gathered_outside}
@@ -182,7 +179,8 @@ def deep(x: Tensor, w: Tensor) -> Tensor:
 def live_bytes(wrap: str, derive: str) -> list[int]:
     """The most that is alive in forward and in backward, beside what was before."""
     mesh = fs.simulated_mesh(2) if "simulated" in derive else fs.init_mesh()
-    params = fs.shard({"w": torch.ones(PARTS, WIDTH, dtype=torch.float64)}, _plan_of_parts(mesh))
+    whole = {"w": torch.ones(PARTS, WIDTH, dtype=torch.float64)}
+    params = fs.shard(whole, fs.plan(whole, mesh))
     rows = torch.ones(mesh.size, SAMPLES // mesh.size, WIDTH, dtype=torch.float64)
     live = LiveBytes()
 
@@ -200,10 +198,6 @@ def live_bytes(wrap: str, derive: str) -> list[int]:
         mesh.spmd(of(loss))(params, rows if mesh.is_simulated else rows[0])
         live.mark("end")
     return [live.growth("start", "backward"), live.peak("backward", "end") - live.at("start")]
-
-
-def _plan_of_parts(mesh: fs.Mesh) -> fs.Layout:
-    return fs.plan({"w": torch.ones(PARTS, WIDTH, dtype=torch.float64)}, mesh)
 
 
 # torch.func.grad, and fs.grad inside of a transform, also keep the gradient of what goes into each part.

@@ -18,11 +18,6 @@ from tests.support.models import awkward, two_layers
 from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated
 from tests.support.refusals import text_of
 
-
-def values_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.complex64, torch.complex128, torch.int64, torch.int16, torch.uint8, torch.uint16, torch.bool),
@@ -34,14 +29,10 @@ def of_every_dtype() -> dict[str, Tensor]:
     return {f"m{i}.w": (9 * torch.randn(3, 5)).to(dtype) for i, dtype in enumerate(DTYPES)}
 
 
-def garbage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: torch.full(x.shape, 77).to(x.dtype) for name, x in tensors.items()}
-
-
 def with_odd_numbers() -> dict[str, Tensor]:
     """-0.0 and infinity, which a sum with zeros, or with what others hold, would lose."""
     odd = {"scale": torch.tensor(-0.0).double(), "inp.bias": torch.full((7,), torch.inf).double()}
-    return {**values_of(awkward()), **odd}
+    return {**{name: p.detach() for name, p in awkward().named_parameters()}, **odd}
 
 
 CASES: dict[str, Any] = {
@@ -60,7 +51,8 @@ def each_case_from_each_rank(mesh: fs.Mesh) -> dict[int, dict[str, int]]:
         if case == "dtypes" and mesh.is_simulated:  # torch does not index some of them in a batch
             continue
         values = make()
-        layout, wrong = fs.plan(values, mesh, **options), garbage(values)
+        layout = fs.plan(values, mesh, **options)
+        wrong = {name: torch.full(x.shape, 77).to(x.dtype) for name, x in values.items()}
         expected = fs.shard(values, layout)
         for source in range(mesh.size):
             ranks = {n: [x if r == source else wrong[n] for r in range(mesh.size)] for n, x in values.items()}
@@ -85,7 +77,7 @@ SIMULATED = simulated(5, {"replicate": 2, "shard": 3}, {"shard": 3, "replicate":
 @pytest.mark.parametrize("ranks", [*SIMULATED, *gloo(2, HYBRID, {"replicate": 2})], ids=str)
 def test_every_rank_gets_its_shard_of_the_values_of_one_bitwise(ranks: Ranks) -> None:
     axes = dict(ranks.axes)
-    num_buffers = len(fs.plan(values_of(awkward()), fs.simulated_mesh(axes)).buffers)
+    num_buffers = len(fs.plan(with_odd_numbers(), fs.simulated_mesh(axes)).buffers)
     for sent in ranks.run(each_case_from_each_rank):
         for source in range(ranks.size) if ranks.real else ():
             told = {"exchange": len(axes)}  # whether all ranks are well

@@ -57,16 +57,12 @@ def moves(mesh: fs.Mesh) -> tuple[list[Any], dict[Any, Sent]]:
                 moved = fs.reshard(expected[old_name], new)
             case = (type(source).__name__, old_name, new_name)
             wrong += [] if same_bits(moved, expected[new_name]) else [case]
-            moving = copies_between_ranks(old, new)
+            home = [old.mesh.processes.index(process) for process in new.mesh.processes]
+            moving = [copy for copy in copy_plan(old, new, home) if home[copy.rank] != copy.source_rank]
             mine = [copy for copy in moving if copy.source_rank == mesh.rank]
             planned = sum(copy.numel * new.buffers[copy.key].dtype.itemsize for copy in mine)
             sent[case] = seen.nbytes("send"), planned, seen["send"], len({copy.key for copy in moving})
     return wrong, sent
-
-
-def copies_between_ranks(old: fs.Layout, new: fs.Layout) -> list[Any]:
-    home = [old.mesh.processes.index(process) for process in new.mesh.processes]
-    return [copy for copy in copy_plan(old, new, home) if home[copy.rank] != copy.source_rank]
 
 
 def meshes(mesh: fs.Mesh) -> list[fs.Mesh]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -27,12 +26,6 @@ mapped: Any = optree.tree_map  # its type knows no trees of other libraries
 STEPS = 3
 # The ranks of each phase, and what is frozen, by the beginning of its name: some of it thaws, and other parts freeze.
 PHASES = ((1, ("a.", "b.scale")), (3, ("b.scale",)), (8, ("c.",)), (2, ("c.", "b.w")))
-
-
-def freeze(model: nn.Module, frozen: Sequence[str]) -> nn.Module:
-    for name, p in model.named_parameters():
-        p.requires_grad_(not name.startswith(tuple(frozen)))
-    return model
 
 
 def step_in_phases(opt: fs.Optimizer) -> fs.Sharded:
@@ -178,10 +171,12 @@ def test_trees_go_together_and_what_is_not_sharded_stays() -> None:
     assert same_bits(moved["trees"][1], mapped(lambda x: x.bfloat16() / 2, fs.shard(model, new)))
 
 
-def states_of(frozen: str, then: str, labels: Any = None) -> tuple[Any, fs.Layout]:
-    """State after one step, and a layout in which something else is frozen."""
+def states_of(first_frozen: bool, labels: Any = None) -> tuple[Any, fs.Layout]:
+    """State after one step, in which the first parameter may be frozen, and a layout in which nothing is."""
     model, opt, mesh = two_layers(), fs.optimizer(torch.optim.Adam, lr=0.1), fs.simulated_mesh(2)
-    old, new = (fs.plan(freeze(model, names.split()), mesh, labels=labels) for names in (frozen, then))
+    new = fs.plan(model, mesh, labels=labels)
+    model[0].weight.requires_grad_(not first_frozen)
+    old = fs.plan(model, mesh, labels=labels)
     params = fs.shard(model, old)
     return opt.step(params, grads=params, state=opt.init(params))[1], new
 
@@ -211,7 +206,7 @@ def test_what_is_no_tree_of_shards_is_refused() -> None:
 
 
 def test_ranks_that_count_steps_differently_are_refused() -> None:
-    state, _ = states_of("", "")
+    state, _ = states_of(False)
     layout = state["step"].layout
     state["step"]["0"][1] += 1
     text = refused(fs.reshard, state, layout)
@@ -219,7 +214,7 @@ def test_ranks_that_count_steps_differently_are_refused() -> None:
 
 
 def test_a_buffer_whose_parameters_have_other_histories_is_refused_and_labels_keep_them_apart() -> None:
-    state, layout = states_of("0.weight", "")
+    state, layout = states_of(True)
     text = refused(fs.reshard, state, layout)
     assert "['exp_avg']: '0': nothing for '0.weight'; a shard of torch.float32 for '0.bias'" in text
     assert "plan(labels=" in text
@@ -227,7 +222,7 @@ def test_a_buffer_whose_parameters_have_other_histories_is_refused_and_labels_ke
     def late(name: str, p: Any) -> Any:
         return "late" if name == "0.weight" else None
 
-    moved = fs.reshard(*states_of("0.weight", "", labels=late))
+    moved = fs.reshard(*states_of(True, labels=late))
     assert {key: x[0].item() for key, x in moved["step"].items()} == {"0": 1.0, "2": 1.0}
 
 

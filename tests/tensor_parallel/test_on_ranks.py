@@ -66,10 +66,6 @@ def steps_alone(num_steps: int, num_data_ranks: int) -> Iterator[tuple[list[Tens
         opt.step()
 
 
-def gathered_loss(params: fs.Sharded, model: nn.Module, words: Tensor, lazy: bool | None) -> Tensor:
-    return loss_of(model, fs.gather(params, lazy=lazy), words)
-
-
 def trainings_on_this_rank() -> None:
     """Steps on meshes with a tensor axis, with lazy and plain parts, are those of one process."""
     shapes: list[tuple[tuple[int, ...], tuple[str, ...], bool | None]] = [
@@ -84,7 +80,7 @@ def trainings_on_this_rank() -> None:
         state = opt.init(params)
         for i, (losses, expected) in enumerate(steps_alone(3, 2)):
             words = sentences(i, mesh.rank)
-            loss_fn = partial(gathered_loss, model=model, words=words, lazy=lazy)
+            loss_fn = lambda p: loss_of(model, fs.gather(p, lazy=lazy), words)  # noqa: B023, E731
             grads, loss = fs.grad_and_value(loss_fn)(params)
             closely(whole_values(grads), expected)
             closely(loss, losses[mesh.rank])
