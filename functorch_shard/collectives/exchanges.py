@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..communication.backend import Axis
+from ..communication.collective import parts_along
 from ..errors import reject
 from ..torch_internals.autograd import eager
 from .primitives import Over, Tree, axes_of, axis_index, check, on_leaves
@@ -56,7 +57,7 @@ def all_to_all(x: Tree, axis: Over, /, *, split_dim: int, concat_dim: int) -> Tr
 
     def exchanged(x: Tensor) -> Tensor:
         split, concat = split_dim % x.ndim, concat_dim % x.ndim
-        parts = x.unflatten(split, (one.size, x.shape[split] // one.size)).movedim(split, 0)
+        parts = parts_along(split, x, one.size)
         parts = linear_map_of(parts, LinearMap(one, "all_to_all", "all_to_all", -parts.ndim))
         return parts.movedim(0, concat).flatten(concat, concat + 1)
 
@@ -199,11 +200,7 @@ def broadcast(x: Tree, axis: Over, /, from_rank: int) -> Tree:
         return x
     is_elsewhere = axis_index(one) != from_rank
     linear = LinearMap(one, "broadcast", "psum", source=from_rank)
-
-    def sent(x: Tensor) -> Tensor:
-        return linear_map_of(x.masked_fill(is_elsewhere.to(x.device), 0), linear)
-
-    return on_leaves(sent, x)
+    return on_leaves(lambda x: linear_map_of(x.masked_fill(is_elsewhere.to(x.device), 0), linear), x)
 
 
 def _as_one(axis: Over) -> Axis:

@@ -320,15 +320,10 @@ def _share(x: Tensor, largest: Tensor, place: Any, total: LinearMap) -> Tensor:
     return wins / Linear.apply(wins, *place, LinearMap(total.axis, "psum", "psum"))
 
 
-def shared_sum(x: Tensor, axis: Axis) -> Tensor:
-    """``psum`` over real ranks that compute one loss together, as those that share a DTensor do.
+def shared(kind: str, x: Tensor, axis: Axis) -> Tensor:
+    """``psum`` or ``pmax`` over real ranks that compute one loss together, as those that share a DTensor do.
 
     By ``psum`` the gradient counts every rank's use of the result, which is right where each rank returns a loss of its
     own. A loss that is the same on all ranks counts once: the sum hands its gradient on unchanged.
     """
-    return Linear.apply(x, None, None, LinearMap(axis, "psum", COPY))
-
-
-def shared_max(x: Tensor, axis: Axis) -> Tensor:
-    """``pmax`` over real ranks that compute one loss together."""
-    return Maximum.apply(x, None, None, LinearMap(axis, "pmax", COPY))
+    return (Maximum if kind == "pmax" else Linear).apply(x, None, None, LinearMap(axis, kind, COPY))

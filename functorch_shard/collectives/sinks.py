@@ -53,7 +53,7 @@ class Sink:
         """Return whether ``node`` takes the mean of ``grads``, and ``grads``; raise if a node behind it would too."""
         if not self.averages:
             return False, grads
-        if any(map(_is_averaged, nodes(*nodes_behind(node)))):
+        if has_mean_behind(*nodes_behind(node)):
             raise RuntimeError(_TWICE)
         if torch.is_grad_enabled() and current_level() == 0 and not node.mean_is_transpose:
             return True, _Differentiated.apply(*grads)
@@ -178,13 +178,9 @@ def prepare(ctx: Any, averages: bool, mean_is_transpose: bool) -> None:
     ctx.sink, ctx.averages, ctx.mean_is_transpose = sink_here(), averages, mean_is_transpose
 
 
-def has_mean_behind(edge: Any) -> bool:
-    """Whether the backward pass that is running takes a mean at the node ``edge``, or behind it."""
-    return any(map(_is_averaged, nodes(edge)))
-
-
-def _is_averaged(node: Any) -> bool:
-    return getattr(node, "averages", False) and backward_comes_to(node)
+def has_mean_behind(*edges: Any) -> bool:
+    """Whether the backward pass that is running takes a mean at one of the nodes ``edges``, or behind them."""
+    return any(getattr(node, "averages", False) and backward_comes_to(node) for node in nodes(*edges))
 
 
 class _Differentiated(Function):
@@ -200,7 +196,7 @@ class _Differentiated(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        if not any(map(_is_averaged, nodes(*nodes_behind(ctx)))):
+        if not has_mean_behind(*nodes_behind(ctx)):
             raise RuntimeError(_NOT_THE_TRANSPOSE)
         return grads
 

@@ -131,8 +131,9 @@ def _rows_in_tree(op: Collective, rows: Rows, lead: int) -> Tensor:
     return torch.stack([first, *others], lead) if others else first.unsqueeze(lead)
 
 
-def _rows_of_source(op: Collective, x: Tensor, rank: int, size: int, lead: int) -> Rows:
-    return x.unbind(0) if rank == op.source else [x.new_empty(0)] * size
+def parts_along(dim: int, x: Tensor, size: int) -> Tensor:
+    """``x`` cut into ``size`` equal parts of ``dim``, which are in dim 0."""
+    return x.unflatten(dim, (size, x.shape[dim] // size)).movedim(dim, 0)
 
 
 def _permuted(op: Collective, x: Tensor, rank: int, size: int, lead: int) -> Rows:
@@ -156,19 +157,9 @@ KINDS = {
     "psum": Kind(add := lambda op, rows, lead: sum_in_rank_order(rows), reduces=True),
     "pmax": Kind(lambda op, rows, lead: torch.stack([*rows]).amax(0), reduces=True),
     # Of the sum over ranks, this rank's part of op.dim.
-    "psum_scatter": Kind(
-        add,
-        lambda op, x, rank, size, lead: x.unflatten(op.dim + lead, (size, x.shape[op.dim + lead] // size)).movedim(
-            op.dim + lead, 0
-        ),
-        reduces=True,
-    ),
+    "psum_scatter": Kind(add, lambda op, x, rank, size, lead: parts_along(op.dim + lead, x, size), reduces=True),
     # The same in a fixed order, Note [Tree]: rank i has the leaf op.source + i, and each sum of leaves is a row.
-    "sums_in_tree": Kind(
-        _rows_in_tree,
-        lambda op, x, rank, size, lead: x.unflatten(lead, (size, x.shape[lead] // size)).movedim(lead, 0),
-        begins=True,
-    ),
+    "sums_in_tree": Kind(_rows_in_tree, lambda op, x, rank, size, lead: parts_along(lead, x, size), begins=True),
     # Row r of op.dim of each rank, for rank r.
     "all_to_all": Kind(
         lambda op, rows, lead: torch.stack([*rows], op.dim + lead),
@@ -189,7 +180,7 @@ KINDS = {
     # The operand of rank op.source; the others pass one of its shape.
     "broadcast": Kind(
         lambda op, rows, lead: rows[op.source].clone(),
-        lambda op, x, rank, size, lead: _rows_of_source(op, x.expand(size, *x.shape), rank, size, lead),
+        lambda op, x, rank, size, lead: [x if rank == op.source else x.new_empty(0)] * size,
         lambda op, shape, i, j: shape if i == op.source else (0,),
         alike=True,
     ),

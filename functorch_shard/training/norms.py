@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.primitives import all_gather, pmax, psum, shared_max, shared_sum
+from ..collectives.primitives import all_gather, pmax, psum, shared
 from ..communication.backend import Axis
 from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
 from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index
@@ -198,7 +198,7 @@ class Norm:
         """Over an axis of shards, or over one that DTensors are sharded over, whose ranks share one loss."""
         if axis == shard_axis(layout):
             return pmax(x, axis) if self.largest else psum(x, axis)
-        return shared_max(x, axis) if self.largest else shared_sum(x, axis)
+        return shared("pmax" if self.largest else "psum", x, axis)
 
     def join(self, parts: Iterable[Tensor], layout: Layout) -> Tensor:
         parts, device = [*parts], layout.mesh.device
