@@ -184,10 +184,10 @@ def _of_rank(
     if lazy and any(layout.buffers[key].num_shards > 1 for key in shards):
         session.rank = shard_axis(layout).backend.ready()
     anchors = sink_here().anchors
-    joined = {} if anchors is None else _joined(session, shards, layout, anchors)
+    joined = {} if anchors is None else _joined(session, shards, anchors)
     for part in parts_of(shards, layout, dtype, codec):
         own = {key: shards[key] for key in part.keys}
-        joins = _joined(session, own, layout) if anchors is None else joined
+        joins = _joined(session, own) if anchors is None else joined
         whole = _Gather.apply(session, part, not joins.keys().isdisjoint(own), *[joins.get(k, own[k]) for k in own])
         if joined.keys() >= own.keys():
             session.reductions.nodes[part] = ref(whole[0].grad_fn)  # weak: it knows the session
@@ -197,9 +197,7 @@ def _of_rank(
     return tensors
 
 
-def _joined(
-    session: Session, shards: Mapping[str, Tensor], layout: Layout, anchors: list[Tensor] | None = None
-) -> dict[str, Tensor]:
+def _joined(session: Session, shards: Mapping[str, Tensor], anchors: list[Tensor] | None = None) -> dict[str, Tensor]:
     """Those that require grad, behind one node that waits for their reductions.
 
     Only plain reverse mode can wait for them at the end: a transform wants to see every gradient when it is made.

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..collectives.rules import axis_of
+from ..collectives.rules import Schedule, axis_of
 from ..communication.backend import Work
 from ..layout.layout import Layout
 from ..torch_internals.autograd import hooks_of, nodes, nodes_behind
@@ -41,8 +41,8 @@ class Means:
     """
 
     def __init__(self, places: Sequence[Place | None], taken: set[int]) -> None:
-        self._places, self._taken, self._lock = places, taken, RLock()
-        self._to_start = [i for i in order_of_means(places) if _has_replicas(places[i])]
+        self._taken, self._lock = taken, RLock()
+        self._to_start = [(i, schedule) for i in order_of_means(places) if (schedule := _over_replicas(places[i]))]
         self._reduced: dict[int, Tensor] = {}
         self._started: dict[int, Work] = {}
         self._means: dict[int, Tensor] = {}
@@ -54,19 +54,11 @@ class Means:
         """
         with self._lock:
             self._reduced[i] = total
-            while self._to_start and self._to_start[0] in self._reduced:
+            while self._to_start and self._to_start[0][0] in self._reduced:
                 self._wait_until(UNDER_WAY - 1)
-                following = self._to_start.pop(0)
-                self._started[following] = self._start(following, self._reduced.pop(following))
+                following, schedule = self._to_start.pop(0)
+                self._started[following] = _mean(self._reduced.pop(following), schedule)
         return Work(lambda: self._result(i))
-
-    def _start(self, i: int, total: Tensor) -> Work:
-        place = self._places[i]
-        assert place is not None, i
-        key, layout = place
-        schedule = layout.schedules[key, None]
-        work = schedule.copies[0].issue("psum", schedule.to_average(total.to(schedule.carried), Tensor.div_))
-        return work.then(lambda total: schedule.mean(total, Tensor.div_).to(schedule.returned))
 
     def _result(self, i: int) -> Tensor:
         with self._lock:
@@ -82,10 +74,15 @@ class Means:
             self._means[i] = self._started.pop(i).wait()
 
 
+def _mean(total: Tensor, schedule: Schedule) -> Work:
+    work = schedule.copies[0].issue("psum", schedule.to_average(total.to(schedule.carried), Tensor.div_))
+    return work.then(lambda total: schedule.mean(total, Tensor.div_).to(schedule.returned))
+
+
 def order_of_means(places: Sequence[Place | None]) -> list[int]:
     """The inputs that are shards, by position, in the order to take their means in: those that may overlap first."""
     shards = [i for i, place in reversed([*enumerate(places)]) if place is not None]
-    return sorted(shards, key=lambda i: not _has_replicas(places[i]))
+    return sorted(shards, key=lambda i: not _over_replicas(places[i]))
 
 
 def overlap_means(
@@ -106,7 +103,9 @@ def overlap_means(
     graph = nodes(value.grad_fn, *gathers)
     uses = Counter([id(value), *(_leaf(behind) for node in graph for behind in nodes_behind(node))])
     alone = {leaf: i for leaf, i in averaged.items() if uses[leaf] == 1}
-    if not alone or _communicates_over_replicas(graph, places):
+    replicas = {place[1].replicate_axis for place in places if place}
+    communicated_over = (name for node in graph if (axis := axis_of(node)) for name in axis.name.split(","))
+    if not alone or not replicas.isdisjoint(communicated_over):
         return
     means = Means(places, taken)
     for node in gathers:
@@ -121,24 +120,18 @@ def _put(means: Means, inputs: Mapping[str, int], put: Put, key: str, total: Ten
     return means.add(inputs[key], total) if key in inputs else put(key, total)
 
 
-def _communicates_over_replicas(graph: Sequence[Any], places: Sequence[Place | None]) -> bool:
-    replicas = {place[1].replicate_axis for place in places if place}
-    axes = {axis.name for node in graph if (axis := axis_of(node))}
-    return any(replicas & set(name.split(",")) for name in axes)
-
-
-def _has_replicas(place: Place | None) -> bool:
-    """Whether the mean of the gradient needs replicas, which have a process group of their own."""
+def _over_replicas(place: Place | None) -> Schedule | None:
+    """The schedule of a mean that needs replicas, which have a process group of their own; ``None`` for others."""
     schedule = place[1].schedules[place[0], None] if place else None
-    return schedule is not None and schedule.shard_axis is not None and bool(schedule.copies)
+    return schedule if schedule and schedule.shard_axis and schedule.copies else None
 
 
 def _is_averaged(x: Tensor, place: Place | None) -> bool:
     """Whether the mean of the gradient of ``x`` may be that of a reduction, which hooks of ``x`` would not see."""
-    if place is None or not x.is_floating_point() or not _has_replicas(place) or hooks_of(x):
+    schedule = _over_replicas(place) if x.is_floating_point() else None
+    if schedule is None or hooks_of(x):
         return False
-    key, layout = place
-    return layout.schedules[key, None].returned == x.dtype or x.grad_dtype is None
+    return schedule.returned == x.dtype or x.grad_dtype is None
 
 
 def _leaf(node: Any) -> int:
