@@ -153,17 +153,12 @@ def open_shared_memory(rank: int, size: int, exchange: Callable[[bytes], list[by
     first, *_ = exchange(address.ljust(ADDRESS))
     if rank:
         with suppress(AttributeError, OSError, ValueError):
-            memory = SharedMemory(rank, size, _open_file(first))
+            process, file, name = first.decode().split()
+            path = f"/proc/{process}/fd/{file}"
+            if os.readlink(path) == f"/memfd:{name} (deleted)":  # or else a process of another host has that number
+                memory = SharedMemory(rank, size, os.open(path, os.O_RDWR))
     is_everywhere = all(each.strip() for each in exchange((b"here" if memory else b"").ljust(ADDRESS)))
     return memory if is_everywhere else None
-
-
-def _open_file(address: bytes) -> int:
-    process, file, name = address.decode().split()
-    path = f"/proc/{process}/fd/{file}"
-    if os.readlink(path) != f"/memfd:{name} (deleted)":  # a process of another host has that number here
-        raise OSError(f"{path} is not the file {name}")
-    return os.open(path, os.O_RDWR)
 
 
 def _start(place: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -123,7 +122,30 @@ def plan(
         replicate_axis = ""  # sharded over too, and so nothing has copies
     axes, copies = tuple(mesh.axes.items()), replicate_axis or ""
     empty = Layout((), axes, joined, copies, reduction, align_bytes, (), mesh, reshard_after_forward, virtual_ranks)
-    build = partial(_plan, source, empty, units, labels, precision, ignored, replicate_axis)
+
+    def build() -> Layout:
+        every, whole_names = named_tensors(source), dict.fromkeys(ignored)
+        module = source if isinstance(source, nn.Module) else None
+        problems = [*_source_problems(every, empty, whole_names), *_option_problems(empty, replicate_axis)]
+        reject("plan", problems, "Nothing was planned.")
+        aliases = aliases_of(every)
+        tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
+        parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+        unit_of = assign(parts, module, units)
+        if units == "auto" and (precision is None or isinstance(precision, MixedPrecision)):  # others name the units
+            unit_of = merge_small(tensors, unit_of)
+        label_of = _labels(tensors, labels)
+        whole = {aliases.get(name, name) for name in every if not whole_names.keys().isdisjoint(prefixes_of(name))}
+        groups: dict[_Kind, list[Slot]] = {}
+        for index, (name, x) in enumerate(tensors.items()):
+            trainable = (x.is_floating_point() or x.is_complex()) and (x.requires_grad or not _is_parameter(x))
+            kind = _Kind(unit_of[name], label_of[name], x.dtype, trainable, name in whole)
+            slot = Slot(name, tuple(parts[name].shape), x.dtype, 0, parts[name].numel(), index, form_of(x))
+            groups.setdefault(kind, []).append(slot)
+        unit_names = dict.fromkeys(kind.unit for kind in groups)
+        policies = {x: (precision(x) if callable(precision) else precision) or MixedPrecision() for x in unit_names}
+        return replace(empty, units=_units(groups, empty, policies), aliases=tuple(sorted(aliases.items())))
+
     layout = mesh.agree("plan", build, lambda layout: list(lines_of(layout)))
     if len(layout.shard_axes) > 1 and set(layout.shard_axes) <= set(mesh.axes):
         _ = mesh[layout.shard_axis]  # real ranks make its process group now, when all of them are here
@@ -137,39 +159,6 @@ def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]
     if isinstance(source, Mapping) and not isinstance(source, Sharded):
         return dict(source)
     raise TypeError(f"source: got {type(source).__name__}, expected an nn.Module or a mapping name -> tensor")
-
-
-def _plan(
-    source: nn.Module | Mapping[str, Tensor],
-    empty: Layout,
-    units: Units,
-    labels: Labels,
-    precision: Precision,
-    ignored: Sequence[str] | Set[str],
-    replicate_axis: str | None,
-) -> Layout:
-    """``empty`` with the units of ``source``."""
-    every, whole_names = named_tensors(source), dict.fromkeys(ignored)
-    module = source if isinstance(source, nn.Module) else None
-    problems = [*_source_problems(every, empty, whole_names), *_option_problems(empty, replicate_axis)]
-    reject("plan", problems, "Nothing was planned.")
-    aliases = aliases_of(every)
-    tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
-    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
-    unit_of = assign(parts, module, units)
-    if units == "auto" and (precision is None or isinstance(precision, MixedPrecision)):  # others name the units
-        unit_of = merge_small(tensors, unit_of)
-    label_of = _labels(tensors, labels)
-    whole = {aliases.get(name, name) for name in every if not whole_names.keys().isdisjoint(prefixes_of(name))}
-    groups: dict[_Kind, list[Slot]] = {}
-    for index, (name, x) in enumerate(tensors.items()):
-        trainable = (x.is_floating_point() or x.is_complex()) and (x.requires_grad or not _is_parameter(x))
-        kind = _Kind(unit_of[name], label_of[name], x.dtype, trainable, name in whole)
-        slot = Slot(name, tuple(parts[name].shape), x.dtype, 0, parts[name].numel(), index, form_of(x))
-        groups.setdefault(kind, []).append(slot)
-    policy_of = precision if callable(precision) else lambda _: precision
-    policies = {name: policy_of(name) or MixedPrecision() for name in {kind.unit: None for kind in groups}}
-    return replace(empty, units=_units(groups, empty, policies), aliases=tuple(sorted(aliases.items())))
 
 
 def _units(

@@ -207,7 +207,7 @@ def check_shards(verb: str, shards: Mapping[str, Any], layout: Layout, *, gradie
             continue
         shape, dtype = (*ranks, buffer.shard_numel), grad_dtype(x, buffer.dtype) if gradients else buffer.dtype
         if isinstance(x, Tensor) and x.shape == shape and x.dtype == dtype and x.layout is torch.strided:
-            continue
+            continue  # of each step
         problems += misfit(key, x, shape, dtype)
     if problems:
         reject(verb, problems, _SHARDS)
@@ -223,7 +223,7 @@ def misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype) -> lis
     """The problem of what is not a dense tensor of this shape and dtype."""
     if not isinstance(x, Tensor):
         return [f"{name!r}: got {type(x).__name__}, expected a tensor of shape {shape}, {dtype}"]
-    if tuple(x.shape) == shape and x.dtype == dtype and x.layout is torch.strided:
+    if x.shape == shape and x.dtype == dtype and x.layout is torch.strided:
         return []
     layout = "" if x.layout is torch.strided else f", {x.layout}"
     return [f"{name!r}: got shape {tuple(x.shape)}, {x.dtype}{layout}, expected {shape}, {dtype}"]
@@ -231,13 +231,8 @@ def misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype) -> lis
 
 def grad_dtype(grad: Any, stored: torch.dtype) -> torch.dtype:
     """The expected dtype: a gradient may have another precision than its parameter, but not another kind of number."""
-    if (
-        isinstance(grad, Tensor)
-        and grad.is_complex() == stored.is_complex
-        and grad.is_floating_point() == stored.is_floating_point
-    ):
-        return grad.dtype
-    return stored
+    alike = isinstance(grad, Tensor) and grad.is_complex() == stored.is_complex
+    return grad.dtype if alike and grad.is_floating_point() == stored.is_floating_point else stored
 
 
 def _register(cls: type[Sharded] | type[Full]) -> None:

@@ -150,7 +150,7 @@ def _taken(x: Any) -> tuple[Sequence[Tensor], Put]:
 def _rematted(call: _Call) -> Any:
     tensors, put_back = call.tensors, list[Callable[..., Any]]()
     closed_over = [x for x in call.closed_over if isinstance(x, Tensor)]
-    surrounded = _surroundings(tensors, _generators(call))
+    surrounded = _surroundings(call)
     plain = [without_batches(x) for x in (*tensors, *closed_over)]
     versions = [*map(version_of, plain)]
 
@@ -186,18 +186,14 @@ def _as_now(fn: Any, inside: tuple[Any, ...] = ()) -> Any:
     return with_variables(fn, {name: _as_now(x, (*inside, fn)) for name, x in filled_variables(fn).items()})
 
 
-def _generators(call: _Call) -> list[Generator]:
-    """Return the generators of its own that the call may draw from: inputs, variables, attributes of modules."""
-    leaves = [*optree.tree_leaves(call.tree), *call.closed_over]
-    modules = [module for x in leaves if isinstance(x, nn.Module) for module in x.modules()]
-    return [x for x in (*leaves, *(x for each in modules for x in vars(each).values())) if isinstance(x, Generator)]
-
-
-def _surroundings(tensors: Sequence[Tensor], own: Sequence[Generator]) -> Callable[[], ContextManager[None]]:
+def _surroundings(call: _Call) -> Callable[[], ContextManager[None]]:
     """Return what makes contexts with the autocast and random numbers of now."""
+    leaves, tensors = [*optree.tree_leaves(call.tree), *call.closed_over], call.tensors
+    modules = [module for x in leaves if isinstance(x, nn.Module) for module in x.modules()]
+    drawn_from = [*leaves, *(x for module in modules for x in vars(module).values())]  # if they are generators
     kinds = sorted({x.device.type for x in tensors} - {"cpu", "meta"})
     casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", *kinds)]
-    generators = [torch.default_generator, *own]
+    generators = [torch.default_generator, *(x for x in drawn_from if isinstance(x, Generator))]
     states = [x.get_state() for x in generators]
     devices, on_devices = get_device_states(*tensors) if kinds else ([], [])
 

@@ -143,7 +143,33 @@ class _Again(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _backward(ctx, grads)
+        program, inputs, first = ctx.program, ctx.saved_tensors, 2 + ctx.num_results
+        given = [i for i, grad in enumerate(grads) if grad is not None]
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[first:]) if needed]
+        if not given:
+            return (None,) * len(ctx.needs_input_grad)
+        by_grad = not ctx.sink.averages  # fs.grad takes the mean, and not the gathers
+        edges: Any = ctx.next_functions[ctx.num_results :] if program.averages and not by_grad else ()
+        behind = [i for i, (node, _) in enumerate(edges) if has_mean_behind(node)]  # where another mean is taken
+        known = ctx.transforms if program.transforms is None else in_common(ctx.transforms, program.transforms)
+
+        def run_given(tensors: Tensors) -> list[Tensor]:
+            with new_boundary() if by_grad else gradients_to() as boundary:
+                results = program.results([_MeanBehind.apply(x) if i in behind else x for i, x in enumerate(tensors)])
+            anchors = boundary.take_anchors() if isinstance(boundary, Boundary) else []  # Note [Unused units]
+            return [*(results[i] for i in given), *anchors]
+
+        def transpose(tensors: Tensors) -> list[Tensor | None]:
+            inputs, grads = tensors[: len(tensors) - len(given)], tensors[len(tensors) - len(given) :]
+            again = is_differentiated(tensors)
+            # where it can be without torch.func, whose dropout of a tensor that is not contiguous draws other numbers
+            ran = _recorded(run_given, inputs, wanted, in_transform() or (again and program.averages), again)
+            seeds = [*grads, *(torch.ones_like(x) for x in ran.results[len(given) :])]
+            return ran.pull([seed for seed, depends in zip(seeds, ran.depends, strict=True) if depends])
+
+        transposed = replace(program, run=transpose, transforms=known)
+        results = _rematerialized(transposed, [*inputs, *(grads[i] for i in given)])
+        return *(None,) * first, *_with_others([None] * len(inputs), wanted, results)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -191,36 +217,6 @@ class _MeanBehind(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
         return _MeanBehind.apply(x), in_dims[0]
-
-
-def _backward(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
-    program, inputs, first = ctx.program, ctx.saved_tensors, 2 + ctx.num_results
-    given = [i for i, grad in enumerate(grads) if grad is not None]
-    wanted = [i for i, needed in enumerate(ctx.needs_input_grad[first:]) if needed]
-    if not given:
-        return (None,) * len(ctx.needs_input_grad)
-    by_grad = not ctx.sink.averages  # fs.grad takes the mean, and not the gathers
-    edges: Any = ctx.next_functions[ctx.num_results :] if program.averages and not by_grad else ()
-    behind = [i for i, (node, _) in enumerate(edges) if has_mean_behind(node)]  # where another mean is taken
-    known = ctx.transforms if program.transforms is None else in_common(ctx.transforms, program.transforms)
-
-    def run_given(tensors: Tensors) -> list[Tensor]:
-        with new_boundary() if by_grad else gradients_to() as boundary:
-            results = program.results([_MeanBehind.apply(x) if i in behind else x for i, x in enumerate(tensors)])
-        anchors = boundary.take_anchors() if isinstance(boundary, Boundary) else []  # Note [Unused units]
-        return [*(results[i] for i in given), *anchors]
-
-    def transpose(tensors: Tensors) -> list[Tensor | None]:
-        inputs, grads = tensors[: len(tensors) - len(given)], tensors[len(tensors) - len(given) :]
-        again = is_differentiated(tensors)
-        # where it can be without torch.func, in which dropout of a tensor that is not contiguous draws other numbers
-        ran = _recorded(run_given, inputs, wanted, in_transform() or (again and program.averages), again)
-        seeds = [*grads, *(torch.ones_like(x) for x in ran.results[len(given) :])]
-        return ran.pull([seed for seed, depends in zip(seeds, ran.depends, strict=True) if depends])
-
-    transposed = replace(program, run=transpose, transforms=known)
-    results = _rematerialized(transposed, [*inputs, *(grads[i] for i in given)])
-    return *(None,) * first, *_with_others([None] * len(inputs), wanted, results)
 
 
 class _Recorded(NamedTuple):

@@ -259,5 +259,4 @@ def _check_same_parameters(old: Layout, new: Layout) -> None:
     )
     differ = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     problems = [f"{name!r}: {was.get(name)} in the tree; {now.get(name)} in the layout" for name in differ]
-    advice = "Plan the new layout from the same model, with DTensors in the same placements."
-    reject("reshard", problems, advice)
+    reject("reshard", problems, "Plan the new layout from the same model, with DTensors in the same placements.")

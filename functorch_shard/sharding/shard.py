@@ -111,9 +111,8 @@ def partition(params: Sharded) -> tuple[Sharded, Sharded]:
     check_sharded("partition", params)
     layout = params.layout
     trainable = {key: buffer.trainable for key, buffer in layout.buffers.items()}
-    halves = [
-        select_buffers(layout, {key: flag == wanted for key, flag in trainable.items()}) for wanted in (True, False)
-    ]
+    frozen = {key: not flag for key, flag in trainable.items()}
+    halves = (select_buffers(layout, keep) for keep in (trainable, frozen))
     mine, others = (Sharded({key: params[key] for key in half.buffers}, half) for half in halves)
     return mine, others
 

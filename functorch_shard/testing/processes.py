@@ -151,8 +151,7 @@ def _received(waiting: dict[Connection, int], seconds: float) -> dict[int, tuple
 
 def _raise_first(failures: dict[int, Any], ranks: Sequence[RankProcess]) -> None:
     """A rank that died comes first: others only report that it exited. Of those that raised, the first to raise."""
-    died = [rank for rank, value in failures.items() if value is None]
-    if died:
+    if died := [rank for rank, value in failures.items() if value is None]:
         rank = min(died)
         where = ranks[rank].where(rank)  # ends it, if it only closed its connection
         code = ranks[rank].process.exitcode
