@@ -165,14 +165,10 @@ def first_difference(
         if step not in others:
             continue
         if names := tuple(name for name in {**mine, **others[step]} if mine.get(name) != others[step].get(name)):
-            return Difference(step, before, *_place_of(names[0], layout), names)
+            slots = [(u.name, slot.name) for u in layout.units for b in u.buffers for slot in b.slots] if layout else []
+            places = (x for x in slots if f".{x[1]}." in f".{names[0]}.")  # optim.state.<parameter>.exp_avg
+            return Difference(step, before, *max(places, key=lambda x: len(x[1]), default=(None, None)), names)
         before = step
     if before is None:
         raise ValueError("first_difference: no step is in both runs. Record the same steps: {'step': 0, 'digests': {}}")
     return None
-
-
-def _place_of(name: str, layout: Layout | None) -> tuple[str | None, str | None]:
-    """The unit and the parameter whose name is in ``name``: ``optim.state.<parameter>.exp_avg``."""
-    slots = [(u.name, slot.name) for u in layout.units for b in u.buffers for slot in b.slots] if layout else []
-    return max((x for x in slots if f".{x[1]}." in f".{name}."), key=lambda x: len(x[1]), default=(None, None))

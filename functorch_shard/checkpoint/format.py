@@ -191,7 +191,13 @@ _IMMUTABLE = {"torch.Size": tuple, "collections.OrderedDict": dict} | {
 def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
     def load_and_count(self: _Unpickler) -> None:
         load(self)
-        self.count(self.stack[-1])
+        made = self.stack[-1]
+        if type(made) is tuple:
+            number = 1 + sum(self.counts.get(id(x), (1, x))[0] for x in made)
+            self.counts[id(made)] = number, made
+            self.left -= number
+            if self.left < 0:
+                raise pickle.UnpicklingError("tuples in tuples, with far more elements than the pickle has bytes")
 
     return load_and_count
 
@@ -210,17 +216,9 @@ class _Unpickler(pickle._Unpickler):
 
     def __init__(self, raw: bytes) -> None:
         super().__init__(io.BytesIO(raw))
-        self._left = 100 * len(raw)  # elements of tuples, those of tuples inside included
-        self._counts: dict[int, tuple[int, Any]] = {}  # by the id of a tuple, which is kept
+        self.left = 100 * len(raw)  # elements of tuples, those of tuples inside included
+        self.counts: dict[int, tuple[int, Any]] = {}  # by the id of a tuple, which is kept
         self.names: set[str] = set()  # of what became inert objects
-
-    def count(self, made: Any) -> None:
-        if type(made) is tuple:
-            number = 1 + sum(self._counts.get(id(x), (1, x))[0] for x in made)
-            self._counts[id(made)] = number, made
-            self._left -= number
-            if self._left < 0:
-                raise pickle.UnpicklingError("tuples in tuples, with far more elements than the pickle has bytes")
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -233,9 +231,6 @@ class _Unpickler(pickle._Unpickler):
         return None
 
 
-_Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]  # by name, and where in the tensor
-
-
 def entries_of(raw: bytes, file: object = METADATA) -> dict[str, Entry]:
     """Parse the pickle, and verify the type of every part of it, and that it names only what metadata needs."""
     try:
@@ -243,7 +238,11 @@ def entries_of(raw: bytes, file: object = METADATA) -> dict[str, Entry]:
         top = _fields(unpickler.load(), dcp.Metadata)
         if others := unpickler.names - _OF_METADATA:
             raise TypeError(f"it names {', '.join(sorted(others))}")
-        places = {_key(_fields(index, dcp.MetadataIndex)): info for index, info in top["storage_data"].items()}
+        places: dict[tuple[str, tuple[int, ...] | None], Any] = {}  # by name, and where in the tensor
+        for index, info in top["storage_data"].items():
+            fields = _fields(index, dcp.MetadataIndex)
+            offset = fields.get("offset")
+            places[_text(fields["fqn"]), None if offset is None else _integers(offset)] = info
         described = top["state_dict_metadata"].items()
         return {_text(name): _entry(name, x, places) for name, x in described}
     except Exception as error:  # arbitrary bytes raise arbitrary errors
@@ -262,11 +261,6 @@ def _is(x: Any, cls: type) -> bool:
     return isinstance(x, _Inert) and x.name == f"{cls.__module__}.{cls.__name__}"
 
 
-def _key(fields: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
-    offset = fields.get("offset")
-    return _text(fields["fqn"]), None if offset is None else _integers(offset)
-
-
 def _text(x: Any) -> str:
     if type(x) is not str:
         raise TypeError(f"got a {type(x).__name__}, expected a string")
@@ -279,7 +273,7 @@ def _integers(x: Any) -> tuple[int, ...]:
     return tuple(x)
 
 
-def _entry(name: str, described: Any, places: _Places) -> Entry:
+def _entry(name: str, described: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any]) -> Entry:
     if _is(described, dcp.BytesStorageMetadata):
         return Entry((), None, (_value(SCALAR, places[name, None]),))
     fields = _fields(described, dcp.TensorStorageMetadata)

@@ -112,27 +112,21 @@ def _visit(x: Any, path: Path, make: Callable[[Leaf], Any]) -> Any:
     if _is_leaf(x):
         return make(Leaf(x, ((path,),)))
     children, metadata, entries, rebuild = optree.tree_flatten_one_level(x, none_is_leaf=True)
-    inside = path if _is_union(x) else None
-    made = [
-        _visit(child, (*path, _entry(entry, x)) if inside is None else inside, make)
-        for entry, child in zip(entries, children, strict=True)
-    ]
+    made, is_union = list[Any](), _is_union(x)
+    for entry, child in zip(entries, children, strict=True):
+        # Ints are positions in a list, keys of dicts are strings, as in torch.distributed.checkpoint.
+        name = entry if isinstance(entry, int) and not isinstance(x, Mapping) else str(entry)
+        made.append(_visit(child, path if is_union else (*path, name), make))
     return rebuild(metadata, made)
 
 
 def _visit_sharded(tree: Sharded, before: Path, after: Path, make: Callable[[Leaf], Any]) -> Sharded:
-    def leaf(key: str) -> Leaf:
-        buffer, aliases = tree.layout.buffers[key], tree.layout.aliases_of
-        names = [(slot.name, *aliases.get(slot.name, ())) for slot in buffer.slots]
+    layout, made = tree.layout, dict[str, Any]()
+    for key, x in tree.items():
+        names = [(slot.name, *layout.aliases_of.get(slot.name, ())) for slot in layout.buffers[key].slots]
         paths = tuple(tuple((*before, name, *after) for name in each) for each in names)
-        return Leaf(tree[key], paths, buffer, tree.layout)
-
-    return Sharded({key: make(leaf(key)) for key in tree}, tree.layout)
-
-
-def _entry(entry: Any, container: Any) -> str | int:
-    """Ints are positions in a list, keys of dicts are strings, as in torch.distributed.checkpoint."""
-    return entry if isinstance(entry, int) and not isinstance(container, Mapping) else str(entry)
+        made[key] = make(Leaf(x, paths, layout.buffers[key], layout))
+    return Sharded(made, layout)
 
 
 def _is_optimizer_state(x: Any, path: Path) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..collectives.sinks import refuse_derivatives
 from ..errors import reject
@@ -50,7 +49,12 @@ def _allocated(verb: str, reader: Reader, given: Sequence[Leaf], device: torch.d
         if (got := _misfit(leaf, slot, entry, reader.casts))
     ]
     reject(f"{verb}: {reader.folder}", problems, _FITS)
-    return [leaf._replace(value=_memory(leaf.value, donate, device)) for leaf in wanted]
+    for i, leaf in enumerate(wanted):
+        x = leaf.tensor
+        if x is not None and (x.is_meta or not donate):
+            memory = torch.zeros_like(x, device=device) if x.is_meta else x.detach().clone()  # padding keeps values
+            wanted[i] = leaf._replace(value=memory)
+    return wanted
 
 
 def _read(reader: Reader, leaves: Sequence[Leaf], participants: Mesh) -> list[Any]:
@@ -108,12 +112,3 @@ def _misfit(leaf: Leaf, slot: Slot | None, entry: Entry | None, casts: bool) -> 
     if dtype and (dtype == x.dtype or (casts and dtype.is_floating_point and x.dtype.is_floating_point)):
         return ""
     return f"shape {shape}, {x.dtype}"
-
-
-def _memory(x: Any, donate: bool, device: torch.device) -> Any:
-    """New memory with the values of ``x``, which padding keeps; or its own."""
-    if not isinstance(x, Tensor):
-        return x
-    if x.is_meta:
-        return torch.zeros_like(x, device=device)
-    return x if donate else x.detach().clone()
