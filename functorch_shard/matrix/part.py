@@ -16,7 +16,7 @@ from torch import Tensor
 from ..communication.backend import Axis
 from ..errors import reject
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout, rank_dims, shard_axis, shards_of_ranks
+from ..layout.layout import rank_dims, shard_axis, shards_of_ranks
 from ..layout.trees import Sharded
 from ..mesh.simulated import axes_over
 from ..storage.memory_kind import memory_kind_of, working_device
@@ -42,20 +42,16 @@ class WholePart:
 
     def init(self, params: Sharded) -> dict[str, Leaves]:
         """The state before the first step, by key of a buffer, then by name."""
-        found: dict[str, Leaves] = {}
-        for name, buffers in self.plan(params).state.items():
-            for key, buffer in buffers.items():
-                found.setdefault(key, {})[name] = self._begun(name, buffer, params)
-        return found
-
-    def _begun(self, name: str, buffer: Buffer, params: Sharded) -> Tensor:
-        """The entry ``name`` of the parameters that this rank owns."""
-        owned = self.plan(params).owned
-        entries = [next(x for x in owned[slot.name].spec.entries if x.name == name) for slot in buffer.slots]
-        sizes = *rank_dims(params.layout), buffer.shard_numel
-        x = torch.zeros(sizes, dtype=buffer.dtype, device=entries[0].device)
+        found, plan = dict[str, Leaves](), self.plan(params)
         kind = memory_kind_of(params[next(iter(self.buffers))])
-        return kind.put(x) if any(entry.shape for entry in entries) else x
+        for name, buffers in plan.state.items():
+            for key, buffer in buffers.items():
+                specs = [plan.owned[slot.name].spec for slot in buffer.slots]
+                entries = [next(x for x in spec.entries if x.name == name) for spec in specs]
+                sizes = *rank_dims(params.layout), buffer.shard_numel
+                x = torch.zeros(sizes, dtype=buffer.dtype, device=entries[0].device)
+                found.setdefault(key, {})[name] = kind.put(x) if any(entry.shape for entry in entries) else x
+        return found
 
     def given(self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded]) -> tuple[Any, list[str]]:
         """What a step takes, and what is missing in ``state``, or has another owner or another shape."""
@@ -76,14 +72,15 @@ class WholePart:
 
     def step(self, params: Sharded, given: Any, options: ByLabel, donate: bool) -> dict[str, Leaves]:
         """New parameters and state, by key of a buffer, then by name."""
-        layout, mesh, axis = params.layout, params.layout.mesh, None
+        layout, mesh, axis, index = params.layout, params.layout.mesh, None, 0
         over = {name for x in optree.tree_leaves(given) if isinstance(x, Tensor) for name in axes_over(x)}
         if self.num_shards > 1:
             others = layout.axes if not mesh.in_spmd else [each for each in layout.axes if each[0] in over]
             folded = prod(size for name, size in others if name not in layout.shard_axes)
             axis = replace(shard_axis(layout), folded=folded)  # so many of a rank's rows are of other axes
+            index = axis.backend.index() if mesh.in_spmd else shards_of_ranks(layout)  # of this rank, or of all
         call = partial(self._updated, axis, self.plan(params), options, self._device(params), donate)
-        return run_below_transforms(call, rank_dims(layout), self._index(layout), *given)
+        return run_below_transforms(call, rank_dims(layout), index, *given)
 
     def _updated(
         self, axis: Axis | None, plan: Plan, options: ByLabel, device: torch.device, donate: bool, *trees: Any
@@ -117,9 +114,3 @@ class WholePart:
 
     def _device(self, params: Sharded) -> torch.device:
         return working_device(params[next(iter(self.buffers))], params.layout.mesh.device)
-
-    def _index(self, layout: Layout) -> Any:
-        """The position on the shard axis of this rank, or outside of ``spmd`` those of all ranks."""
-        if self.num_shards == 1:
-            return 0
-        return shard_axis(layout).backend.index() if layout.mesh.in_spmd else shards_of_ranks(layout)

@@ -57,10 +57,6 @@ class Round:
     parts: Sequence[Sequence[Sequence[Part]]]  # [i][j]: in the shards of rank i, of parameters that rank j updates
     there: Splits  # elements from rank i to rank j, of the parameters only
 
-    @property
-    def back(self) -> Splits:
-        return tuple(zip(*self.there, strict=True))
-
     def sent(self, rank: int) -> list[Part]:
         """What ``rank`` has of parameters that others update, in the order of messages."""
         return [part for owner, parts in enumerate(self.parts[rank]) if owner != rank for part in parts]

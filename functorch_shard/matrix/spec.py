@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import optree
@@ -100,19 +101,15 @@ def check_whole(cls: Class, every: Sequence[Options]) -> None:
     if cls in (*ELEMENTWISE, torch.optim.Muon, torch.optim.Adafactor):
         return
     rates = [{}, {"lr": 1.0}] if "lr" in option_names(cls) else [{}]
+    reason = "its update of a parameter depends on others, or on more than its state and numbers of its groups"
     with apart():
-        for options in every:
-            for rate in rates:
-                _compare(cls, {**_with_rate(on_host(options)), **rate})
-
-
-def _compare(cls: Class, options: Options) -> None:
-    together, each = ([torch.nn.Parameter(scattered(x, i)) for i, x in enumerate(_SHAPES)] for _ in range(2))
-    take_steps_in_two_ways(cls, options, (together, _gradients()), (each, _gradients()))
-    pairs = zip(together, each, strict=True)
-    if not all(torch.allclose(x, alone, rtol=1e-6, atol=1e-9, equal_nan=True) for x, alone in pairs):
-        reason = "its update of a parameter depends on others, or on more than its state and numbers of its groups"
-        raise refusal(cls, reason)
+        for options, rate in product(every, rates):
+            together, each = ([torch.nn.Parameter(scattered(x, i)) for i, x in enumerate(_SHAPES)] for _ in range(2))
+            tried = {**_with_rate(on_host(options)), **rate}
+            take_steps_in_two_ways(cls, tried, (together, _gradients()), (each, _gradients()))
+            pairs = zip(together, each, strict=True)
+            if not all(torch.allclose(x, alone, rtol=1e-6, atol=1e-9, equal_nan=True) for x, alone in pairs):
+                raise refusal(cls, reason)
 
 
 def _gradients() -> list[list[Tensor]]:

@@ -71,7 +71,7 @@ class WholeStep:
             rank: [[part.of(new[place][part.name], part.start) for part in this.received(rank)] for place in places]
             for rank, places in self.places.items()
         }
-        return self._start(this.dtype, rows, this.back)
+        return self._start(this.dtype, rows, tuple(zip(*this.there, strict=True)))
 
     def _start(self, dtype: torch.dtype, rows: Mapping[int, list[list[Tensor]]], splits: Splits) -> Work | None:
         """Send one message from each rank to each other one: some rows of each rank."""
