@@ -99,7 +99,13 @@ class RowEncoding:
 
     def decode(self, messages: Tensor, form: Form) -> Tensor:
         """Decode what :meth:`encode` returned: uint8 ``(*batch, bytes)`` to ``(*batch, n)``."""
-        rows = [self._row(message, form) for message in _rows(messages)]
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(form.shapes, form.dtypes, strict=True)]
+        rows: list[Tensor] = []
+        for message in _rows(messages):
+            parts = message[: sum(sizes)].split(sizes)
+            bits: list[Any] = [_Bits.apply(part, dtype) for part, dtype in zip(parts, form.dtypes, strict=True)]
+            leaves = [x.view(shape) for x, shape in zip(bits, form.shapes, strict=True)]
+            rows.append(self.codec.decode(optree.tree_unflatten(form.treedef, leaves)))
         return torch.stack(rows).view(*messages.shape[:-1], form.numel)
 
     def gather(self, x: Tensor, size: int, send: Callable[[Tensor], Work]) -> Work:
@@ -118,13 +124,6 @@ class RowEncoding:
         message = torch.cat([_Bits.apply(x.contiguous().view(-1), torch.uint8) for x in leaves])
         length = max(-(-message.numel() // _ALIGNMENT), 1) * _ALIGNMENT  # an empty row may have any offset
         return F.pad(message, (0, length - message.numel())), form
-
-    def _row(self, message: Tensor, form: Form) -> Tensor:
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(form.shapes, form.dtypes, strict=True)]
-        parts = message[: sum(sizes)].split(sizes)
-        bits: list[Any] = [_Bits.apply(part, dtype) for part, dtype in zip(parts, form.dtypes, strict=True)]
-        leaves = [x.view(shape) for x, shape in zip(bits, form.shapes, strict=True)]
-        return self.codec.decode(optree.tree_unflatten(form.treedef, leaves))
 
 
 class _Bits(Function):

@@ -62,7 +62,7 @@ def hessian(loss: Callable[..., Tensor]) -> Callable[..., Operator]:
     """
 
     def product(complete: Complete, params: Sharded, v: Sharded, args: Any) -> Sharded:
-        return jvp(lambda p: _trainable(grad(loss)(complete(p), *args)), (params,), (v,))[1]
+        return jvp(lambda p: partition(grad(loss)(complete(p), *args))[0], (params,), (v,))[1]
 
     return partial(_operator, "hessian", product)
 
@@ -169,15 +169,11 @@ def _operator(kind: str, product: Product, params: Sharded, *args: Any) -> Opera
 def _product(operator: Operator, v: Sharded) -> Sharded:
     trainable, frozen = partition(operator.params)
     check_shards("matvec", v, v.layout, gradients=True)
-    part = v if v.layout == trainable.layout else _trainable(v)
+    part = v if v.layout == trainable.layout else partition(v)[0]
     tangent = {key: torch.zeros_like(x) if part[key] is None else part[key].to(x.dtype) for key, x in trainable.items()}
     tree = Sharded(tangent, trainable.layout)
     product = operator.product(lambda p: merge(p, frozen), trainable, tree, operator.args)
     return map_items(lambda key, x: product.get(key, x if x is None else torch.zeros_like(x)), v)
-
-
-def _trainable(tree: Sharded) -> Sharded:
-    return partition(tree)[0]
 
 
 def _dot(a: Any, b: Any) -> Tensor:

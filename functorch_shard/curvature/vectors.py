@@ -22,7 +22,6 @@ from ..torch_internals.autograd import eager
 from ..training.norms import Norm, sums_of, wide
 
 _GAMMA = 0x9E3779B97F4A7C15
-_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 @eager
@@ -125,10 +124,15 @@ def _check(verb: str, *trees: Sharded) -> None:
 
 def _drawn(stream: Tensor, slot: Slot, part: Slice, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Draw the numbers of a part of a parameter, by the hash of its name and the indices of its elements."""
-    local = torch.arange(part.start, part.start + part.numel, device=layout.mesh.device)
+    index = torch.arange(part.start, part.start + part.numel, device=layout.mesh.device)
+    if slot.dtensor:  # into the whole DTensor, from that into the local part
+        places = torch.unravel_index(index, slot.shape)
+        first = slot.dtensor.part_at(layout.tensor_meshes[slot.dtensor.axes].coordinate)[1]
+        index = torch.zeros_like(index)
+        for i, start, size in zip(places, first, slot.dtensor.shape, strict=True):
+            index = index * size + i + start
     name = int.from_bytes(hashlib.blake2b(slot.name.encode(), digest_size=8).digest(), "little", signed=True)
-    places = (_in_whole(local, slot, layout) + 1) * _signed(_GAMMA)
-    bits = _mixed(_mixed(stream ^ name) + places)
+    bits = _mixed(_mixed(stream ^ name) + (index + 1) * _signed(_GAMMA))
     if not dtype.is_complex:
         return normal(bits).to(dtype)
     second = _mixed(bits + _signed(_GAMMA))  # independent of the first
@@ -138,17 +142,6 @@ def _drawn(stream: Tensor, slot: Slot, part: Slice, layout: Layout, dtype: torch
 def normal(bits: Tensor) -> Tensor:
     """Standard normal, in float64, of 52 of the bits."""
     return torch.special.ndtri((_shifted(bits, 12) * 2 + 1).double() * 2.0**-53)  # of (0, 1), without its ends
-
-
-def _in_whole(local: Tensor, slot: Slot, layout: Layout) -> Tensor:
-    """Indices into the whole DTensor, from indices into the local part; unchanged for other parameters."""
-    if slot.dtensor is None:
-        return local
-    first = slot.dtensor.part_at(layout.tensor_meshes[slot.dtensor.axes].coordinate)[1]
-    index = torch.zeros_like(local)
-    for i, start, size in zip(torch.unravel_index(local, slot.shape), first, slot.dtensor.shape, strict=True):
-        index = index * size + i + start
-    return index
 
 
 def _signed(x: int) -> int:
@@ -162,6 +155,6 @@ def _shifted(x: Tensor, n: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    for n, factor in _MIX:
+    for n, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ _shifted(x, n)) * _signed(factor)
     return x ^ _shifted(x, 31)

@@ -155,7 +155,13 @@ class _Filling(TorchDispatchMode):
         with self._device:
             self._start_stream(self._seed)
             self._double.apply(lambda module: self._fill_by(module, names[module]))
-        self._check()
+        now = _tensors(self._double)
+        for name in {**self._placeholders, **now}:
+            if now.get(name) is not self._placeholders.get(name) or not now[name].is_meta:
+                self._problems[name] = "replaced by the call with another module"
+        for name in self._unit_of:
+            if name in self._blank and name not in self._filled and self._values[name].numel():
+                self._problems.setdefault(name, "not filled")
         return [f"{name!r}: {text}" for name, text in self._problems.items()]
 
     def trees(self) -> tuple[Sharded, dict[str, Tensor]]:
@@ -170,8 +176,8 @@ class _Filling(TorchDispatchMode):
         """Take what the call with ``module`` fills; afterwards its tensors are on the meta device as before."""
         if not self._init and prefix not in self._resets:
             return
-        self._prefix, named = prefix, {key: self._name_of(x) for key, x in _tensors(module, recurse=False).items()}
-        own = {key: name for key, name in named.items() if name and self._may_fill(name)}
+        self._prefix, tensors = prefix, _tensors(module, recurse=False)
+        own = {key: name for key, x in tensors.items() if (name := self._to_fill(x))}
         self._own = {*own.values()}
         with self, _Properties(self):
             if self._init:
@@ -190,18 +196,15 @@ class _Filling(TorchDispatchMode):
         """Return the first name of the tensor whose memory ``x`` is in, of the model or of the copy."""
         return self._names.get(identity_of_storage(x))
 
-    def _may_fill(self, name: str | None) -> bool:
-        """Whether the call that runs may fill the tensor. See Note [Who fills what]."""
+    def _to_fill(self, x: Tensor) -> str | None:
+        """Return the name of the tensor, if the call that runs may fill it. See Note [Who fills what]."""
+        name = self._name_of(x)
         known = [] if name is None else self._known_as[name] if self._init else [name]
-        return any(below(each, self._prefix) for each in known)
-
-    def _fillable(self, x: Any) -> str | None:
-        name = self._name_of(x) if isinstance(x, Tensor) and x.is_meta else None
-        return name if self._may_fill(name) else None
+        return name if any(below(each, self._prefix) for each in known) else None
 
     def in_memory(self, x: Any) -> Any:
         """``x``, or the same elements in the memory that its tensor has in the call that runs."""
-        name = self._fillable(x)
+        name = self._to_fill(x) if isinstance(x, Tensor) and x.is_meta else None
         if name is None:
             return x
         if name not in self._memory:
@@ -215,7 +218,7 @@ class _Filling(TorchDispatchMode):
 
     def assign(self, x: Any, value: Any) -> bool:
         """Do ``x.data = value`` where ``x`` may be filled."""
-        if name := self._fillable(x):
+        if name := self._to_fill(x) if x.is_meta else None:
             self._memory[name] = value
             self._written.add(name)
         return name is not None
@@ -281,16 +284,6 @@ class _Filling(TorchDispatchMode):
 
             x = cut_out(x, slot.dtensor, layout.tensor_meshes)
         fill_rows(self._rows[key], slot, x, layout.buffers[key], layout)
-
-    def _check(self) -> None:
-        """Add the problems of tensors that were replaced, and of those that no call filled."""
-        now = _tensors(self._double)
-        for name in {**self._placeholders, **now}:
-            if now.get(name) is not self._placeholders.get(name) or not now[name].is_meta:
-                self._problems[name] = "replaced by the call with another module"
-        for name in self._unit_of:
-            if name in self._blank and name not in self._filled and self._values[name].numel():
-                self._problems.setdefault(name, "not filled")
 
     def _start_stream(self, number: int) -> None:
         """Seed the random numbers. torch's CPU generator takes 32 bits of the seed, CUDA's all of it."""

@@ -113,7 +113,6 @@ def _fill(given: int | Mapping[str, int] | None, num_ranks: int) -> dict[str, in
     known = prod(size for size in axes.values() if size != -1)
     sizes = {name: num_ranks // known if [name] == rest and known > 0 else size for name, size in axes.items()}
     check_axes("init_mesh", sizes)
-    if prod(sizes.values()) != num_ranks:
-        made = prod(sizes.values())
+    if (made := prod(sizes.values())) != num_ranks:
         raise ValueError(f"init_mesh: {axes_text(axes)} makes {made} ranks, but there are {num_ranks}")
     return sizes

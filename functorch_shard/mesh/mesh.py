@@ -320,8 +320,7 @@ class Mesh(Static):
         sizes, device = device_mesh.shape, with_index(torch.device(device_mesh.device_type))
         places = zip(names, coordinate, sizes, strict=True)
         axes = [group_axis(name, device_mesh.get_group(name), rank, size, device) for name, rank, size in places]
-        processes = tuple(device_mesh.mesh.flatten().tolist())
-        return Mesh(tuple(axes), device, processes, device_mesh)
+        return Mesh(tuple(axes), device, tuple(device_mesh.mesh.flatten().tolist()), device_mesh)
 
     def sibling(self, *names: str) -> Mesh:
         """The ranks along other axes of the device mesh that this one is a slice of: ``mesh.sibling("tensor")``.

@@ -113,12 +113,10 @@ def placed(tree: Any, out_dims: Any, num_axes: int, once: Callable[[int, Tensor]
     ``once`` gives what the leaf of a number is on every rank, or says how it differs.
     """
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
-    made: list[Any] = []
     dims = optree.broadcast_prefix(out_dims, tree, none_is_leaf=True)
     for i, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
-        value = x
         if isinstance(x, Tensor) and dim is None:
-            value = once(i, x)
+            value = leaves[i] = once(i, x)
             if isinstance(value, str):
                 what = f"{tuple(x.shape[num_axes:])} differs: the result{place(treedef.paths()[i])} {value}"
                 raise ValueError(
@@ -127,9 +125,8 @@ def placed(tree: Any, out_dims: Any, num_axes: int, once: Callable[[int, Tensor]
                 )
         elif isinstance(x, Tensor) and dim != 0:
             start = dim if dim > 0 else x.ndim - num_axes + dim + 1
-            value = x.movedim(tuple(range(num_axes)), tuple(range(start, start + num_axes)))
-        made.append(value)
-    return treedef.unflatten(made)
+            leaves[i] = x.movedim(tuple(range(num_axes)), tuple(range(start, start + num_axes)))
+    return treedef.unflatten(leaves)
 
 
 def split_tensor(tree: Any, sizes: Mapping[str, int], dims: Mapping[str, int], part: Callable[[Tensor], Tensor]) -> Any:

@@ -42,8 +42,7 @@ class LayoutPicture:
         """Return the text of an SVG file, ``width`` pixels wide, light or dark as the reader prefers."""
         return svg.drawing(self.layout, width)
 
-    def _repr_svg_(self) -> str:
-        return self.svg()
+    _repr_svg_ = svg
 
 
 def visualize(layout: Layout) -> LayoutPicture:

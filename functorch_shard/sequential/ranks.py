@@ -121,8 +121,10 @@ class SequentialRanks(Simulated):
                     around_threads(lambda: run.all_ranks(body))
             finally:
                 self.run = None
-            for row in chain(*rows):
-                row.write_back()
+            for given, own, version in chain(*rows):
+                if own is not given and version_of(own) != version:
+                    with torch.no_grad():
+                        given.copy_(own)
             if out_dims == LIST:
                 return results
             tree, num_axes = _stacked([*map(opened, results)], self._sizes), len(self._sizes)
@@ -148,11 +150,6 @@ class _Row(NamedTuple):
         with torch.inference_mode(False):  # an inference tensor would count no writes
             own = x.data if is_kept else x.detach().clone()
         return _Row(x, own, version_of(own))
-
-    def write_back(self) -> None:
-        if self.own is not self.given and version_of(self.own) != self.version:
-            with torch.no_grad():
-                self.given.copy_(self.own)
 
 
 def _stacked(results: Sequence[Any], sizes: tuple[int, ...]) -> Any:

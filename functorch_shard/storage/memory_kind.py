@@ -39,9 +39,8 @@ class MemoryKind:
 
 def memory_kind_of(x: Tensor) -> MemoryKind:
     """The memory kind of ``x``; inside a transform only its device, for ``x`` has no memory of its own."""
-    if in_transform() or not x.is_cpu or type(x) not in (Tensor, Parameter):
-        return MemoryKind(x.device)
-    return MemoryKind(x.device, x.is_pinned())
+    pinned = not in_transform() and x.is_cpu and type(x) in (Tensor, Parameter) and x.is_pinned()
+    return MemoryKind(x.device, pinned)
 
 
 def working_device(x: Tensor, device: torch.device) -> torch.device:
