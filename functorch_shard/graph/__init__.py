@@ -30,7 +30,7 @@ from .signature import Call, flatten, modules_outside, refusal, signature_of
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Backend = Callable[[GraphModule, Sequence[Tensor]], Callable[..., Any]]
-AS_IT_RUNS = ("replay", "cudagraphs")  # backends that run the operators of the eager step
+_AS_IT_RUNS = ("replay", "cudagraphs")  # backends that run the operators of the eager step
 _MANY = 8  # recordings of one step, from which a warning says so
 
 
@@ -136,7 +136,7 @@ class Compiled:
 
     def _trace(self, call: Call) -> Recording:
         with untraced():  # modes see what runs
-            return record(self._step, call, for_compiler=self._backend not in AS_IT_RUNS)
+            return record(self._step, call, for_compiler=self._backend not in _AS_IT_RUNS)
 
     def _record(self, call: Call) -> tuple[Recording, Run]:
         _check(call)
@@ -180,7 +180,7 @@ _SAME = (
 def runner(recording: Recording, inputs: Sequence[Tensor], backend: str | Backend) -> Run:
     """A function from the inputs of the graph to its outputs."""
     graph = recording.graph
-    if backend in AS_IT_RUNS:
+    if backend in _AS_IT_RUNS:
         direct = Graph()
         direct.output(direct.graph_copy(graph.graph, {}))
         for node in direct.nodes:

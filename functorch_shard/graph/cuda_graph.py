@@ -22,12 +22,11 @@ class Captured:
 
     Args:
         run: from inputs to results, all on one CUDA device.
-        written: the inputs that it writes to.
+        written: the inputs in memory that it writes to.
     """
 
     def __init__(self, run: Callable[[Sequence[Tensor]], Sequence[Tensor]], written: Collection[int]) -> None:
-        self._run, self._written = run, written
-        self._in_place: list[int] | None = None  # inputs in memory that it writes to
+        self._run, self._written, self._warm = run, written, False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._places: list[int] = []
         self._read: dict[int, Tensor] = {}
@@ -35,11 +34,10 @@ class Captured:
         self._done: Any = None  # the last launch
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self._in_place is None:
-            written = {_memory(inputs[i]) for i in self._written}
-            self._in_place = [i for i, x in enumerate(inputs) if _memory(x) in written]
+        if not self._warm:
+            self._warm = True
             return self._run(inputs)
-        places = [inputs[i].data_ptr() for i in self._in_place]
+        places = [inputs[i].data_ptr() for i in self._written]
         with torch.cuda.device(next((x.device for x in inputs), None)):
             graph = self._graph or self._capture(inputs, places)
             if places != self._places:
@@ -55,16 +53,12 @@ class Captured:
 
     def _capture(self, inputs: Sequence[Tensor], places: list[int]) -> torch.cuda.CUDAGraph:
         """Capture the kernels without running them."""
-        self._read = {i: x.clone() for i, x in enumerate(inputs) if i not in (self._in_place or ())}
+        self._read = {i: x.clone() for i, x in enumerate(inputs) if i not in self._written}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device
             self._results = self._run([self._read.get(i, x) for i, x in enumerate(inputs)])
         self._graph, self._places, self._done = graph, places, torch.cuda.current_stream().record_event()
         return graph
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
 
 
 def refuse_host_tensors(graph: GraphModule) -> None:

@@ -25,10 +25,9 @@ from ..torch_internals.tensors import (
     OpOverload,
     as_number,
     identity_of_storage,
-    is_written,
-    schema_of,
     tensors_of,
     writes_nothing,
+    written_by,
 )
 from .signature import Call, is_traced, memory_outside
 
@@ -113,11 +112,8 @@ def _written(node: Node) -> set[int]:
     """The memory that an operator writes to; counts of writes are not those of an input inside of a batch of ranks."""
     if not isinstance(node.target, OpOverload):
         return set()
-    declared = schema_of(node.target).arguments
-    given = dict(zip((argument.name for argument in declared), node.args, strict=False)) | node.kwargs
-    values = [given.get(argument.name) for argument in declared if is_written(argument)]
-    nodes = [each for x in values for each in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(each, Node)]
-    return {key for each in nodes for key in _storages(each)}
+    written = written_by(node.target, node.args, node.kwargs)
+    return {key for each in written if isinstance(each, Node) for key in _storages(each)}
 
 
 def as_inputs(values: Sequence[Any]) -> list[Tensor]:

@@ -35,7 +35,7 @@ from ..layout.validation import check_model, local_part
 from ..mesh.agreement import value_lines
 from ..sharding.shard import blank_rows, fill_rows, shard_of_rows
 from ..torch_internals.autograd import TorchDispatchMode, outside_transforms
-from ..torch_internals.tensors import RESETS, identity_of_storage, is_written, schema_of, tensors_of
+from ..torch_internals.tensors import RESETS, identity_of_storage, tensors_of, written_by
 
 Init = Callable[[nn.Module], Any]
 _WHERE: tuple[Any, ...] = (Tensor.is_meta, Tensor.is_cpu, Tensor.is_cuda, Tensor.device)
@@ -233,10 +233,8 @@ class _Filling(TorchDispatchMode):
 
         call: Any = (args, kwargs or {})
         args, kwargs = optree.tree_map(moved, call, none_is_leaf=True)
-        declared = schema_of(func).arguments
-        given = {**dict(zip([x.name for x in declared], args, strict=False)), **kwargs}
         mine = {identity_of_storage(there): name for name, there in self._memory.items()}
-        for x in (x for one in declared if is_written(one) for x in tensors_of(given.get(one.name))):
+        for x in tensors_of(written_by(func, args, kwargs)):
             if (storage := identity_of_storage(x)) in mine:
                 self._written.add(mine[storage])
             elif (name := self._name_of(x)) and self._init:  # resets write to ties, without an effect

@@ -18,14 +18,13 @@ from ..containers import opened
 from ..torch_internals.autograd import active_modes, in_backward_of_product
 from ..torch_internals.tensors import (
     HAS_SAME_STORAGE_NUMEL,
-    is_written,
     no_torch_function,
     refuse_memory,
-    schema_of,
     torch_pytree,
     without_memory,
     without_torch_function,
     writes_nothing,
+    written_by,
 )
 from .reduction import Place
 from .session import Session, UnitBuffers
@@ -192,13 +191,11 @@ def _inside(xs: Sequence[Any]) -> list[Any]:
 
 
 def _of_data_unless_written(func: Any, args: Any, kwargs: Any) -> Any:
-    for i, arg in [(i, arg) for i, arg in enumerate(schema_of(func).arguments) if is_written(arg)]:
-        x = args[i] if i < len(args) else kwargs.get(arg.name)
-        if any(isinstance(y, Lazy) for y in (x if isinstance(x, (list, tuple)) else [x])):
-            raise RuntimeError(
-                f"{func}: a gathered parameter is a value, and this would write into it. Write to a copy of it, from "
-                "functorch_shard.materialize, and bring that back with shard()."
-            )
+    if any(isinstance(x, Lazy) for x in written_by(func, args, kwargs)):
+        raise RuntimeError(
+            f"{func}: a gathered parameter is a value, and this would write into it. Write to a copy of it, from "
+            "functorch_shard.materialize, and bring that back with shard()."
+        )
     return _of_data(func, args, kwargs)
 
 

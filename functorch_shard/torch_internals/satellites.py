@@ -43,7 +43,15 @@ from .autograd import (
     unwrap_if_dead,
     with_outer_tangents,
 )
-from .tensors import FakeTensor, identity_of_storage, is_number, is_written, maybe_get_level, schema_of
+from .tensors import (
+    FakeTensor,
+    arguments_of,
+    identity_of_storage,
+    is_number,
+    maybe_get_level,
+    schema_of,
+    written_by,
+)
 
 aten = torch.ops.aten
 Transforms = tuple[tuple[str, int], ...]
@@ -142,30 +150,26 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass: what it does below is seen one by one
-        if _draws(func, args, kwargs or {}) and backward_pass() != NO_PASS:
+        kwargs = kwargs or {}
+        if _draws(func, args, kwargs) and backward_pass() != NO_PASS:
             raise RefusedError(_IN_BACKWARD)
-        if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
+        if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
             raise RefusedError(_GENERATOR)
         if torch.Tag.data_dependent_output in func.tags and not any(map(is_number, args[:1])):
             raise RefusedError(ON_VALUES)
-        for i, argument in enumerate(schema_of(func).arguments[: len(args)]):
-            if is_written(argument):
-                self._keep(args[i])
-        if func is aten.add_.Tensor and isinstance((kwargs or {}).get("alpha"), torch.SymFloat):
+        for x in written_by(func, args, kwargs):
+            if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and id(x) not in self._before:
+                with untraced():
+                    self._before[id(x)] = x, x.detach().clone()
+        if func is aten.add_.Tensor and isinstance(kwargs.get("alpha"), torch.SymFloat):
             return args[0].add_(args[1] * kwargs["alpha"])  # its shape function reads alpha
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def lacks_values(self, x: Tensor) -> bool:
         """Whether a tensor that was made while tracing has no values, or was written to, which is undone."""
         return isinstance(x, FakeTensor) or identity_of_storage(x) in {
             identity_of_storage(y) for y, _ in self._before.values()
         }
-
-    def _keep(self, written: Any) -> None:
-        for x in written if isinstance(written, (list, tuple)) else [written]:
-            if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and id(x) not in self._before:
-                with untraced():
-                    self._before[id(x)] = x, x.detach().clone()
 
     @contextmanager
     def writes_undone(self) -> Iterator[None]:
@@ -182,9 +186,9 @@ def _draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether it draws random numbers; attention is tagged also without dropout, and with the seed of its forward."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    names = [argument.name for argument in schema_of(func).arguments]
-    given = dict(zip(names, args, strict=False)) | {**kwargs}
-    return "philox_seed" not in names and ("dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0)
+    defaults = {x.name: x.default_value for x in schema_of(func).arguments}
+    given = defaults | arguments_of(func, args, kwargs)
+    return "philox_seed" not in given and given.get("dropout_p") != 0.0
 
 
 def compiled(graph: GraphModule, inputs: Sequence[Tensor], compiler: str | Callable[..., Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, cast
@@ -67,6 +67,20 @@ def is_written(argument: Any) -> bool:
 def writes_nothing(target: Any) -> bool:
     """Whether the target of a node of a graph is an operator that writes to none of its arguments."""
     return isinstance(target, OpOverload) and not any(map(is_written, schema_of(target).arguments))
+
+
+def arguments_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their declared names, without those that are left to their defaults."""
+    return {**dict(zip([x.name for x in schema_of(operator).arguments], args, strict=False)), **kwargs}
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a call of an operator writes to, out of its lists too."""
+    if not (names := [x.name for x in schema_of(operator).arguments if is_written(x)]):
+        return []
+    given = arguments_of(operator, args, kwargs)
+    values = [given[name] for name in names if name in given]
+    return [each for x in values for each in (x if isinstance(x, (list, tuple)) else [x])]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
