@@ -27,7 +27,7 @@ def computed(mesh: fs.Mesh) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "ranks", [*simulated(1, 3), *sequential(2), *gloo(2), *slow([*simulated(2, 5), *gloo(3)])], ids=str
+    "ranks", [*simulated(1, 3), *gloo(2), *slow([*simulated(2, 5), *sequential(2), *gloo(3)])], ids=str
 )
 def test_simulated_and_real_ranks_compute_what_a_loop_over_ranks_does(ranks: Ranks) -> None:
     batch, results = list(cases(ranks.size)), ranks.run(computed)

@@ -16,7 +16,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.gloo.backend import SMALL_MESSAGE, SMALL_SUM, GlooBackend
 from tests.support import reference
-from tests.support.ranks import Ranks, gloo, simulated
+from tests.support.ranks import Ranks, gloo, simulated, slow
 
 SUMMED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int32]
 DTYPES = [*SUMMED, torch.complex128, torch.int8, torch.float8_e4m3fn, torch.bool]
@@ -80,7 +80,7 @@ def differences(mesh: fs.Mesh) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2, 4)], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(3), *slow(gloo(2, 4))], ids=str)
 def test_every_collective_of_each_dtype_is_bitwise_that_of_a_loop_over_ranks(ranks: Ranks) -> None:
     for found in ranks.run(differences):
         assert found == []

@@ -75,7 +75,7 @@ def with_whole_columns(trees: list[fs.Sharded]) -> dict[str, Tensor]:
     return whole_of(fs.Sharded({key: torch.stack([tree[key] for tree in trees]) for key in trees[0]}, layout))
 
 
-WAYS = [("jacrev", None, "mean"), ("jacrev", 2, "mean"), ("jacfwd", None, "mean"), ("hessian", 7, "mean")]
+WAYS = [("jacrev", None, "mean"), ("jacrev", 2, "mean"), ("hessian", 7, "mean"), ("jacfwd", None, "mean")]
 WAYS += [("jacrev", None, "sum"), ("jacfwd", None, "sum")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,8 +23,11 @@ def same_as_on_the_cpu(mesh: fs.Mesh, name: str) -> None:
     fs.testing.assert_trees_close(PROGRAMS[name](mesh), expected, **tolerance(name, mesh.device))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("axes", [TWO, HYBRID], ids=["2", "2 x 2"])
+CASES: list[Any] = [*product([TWO], PROGRAMS), (HYBRID, "train"), (HYBRID, "train with offload")]
+CASES += [pytest.param(HYBRID, name, marks=pytest.mark.slow) for name in PROGRAMS if (HYBRID, name) not in CASES]
+
+
+@pytest.mark.parametrize(("axes", "name"), CASES, ids=str)
 def test_values_are_those_of_the_cpu_and_no_stream_races(axes: dict[str, int], name: str) -> None:
     for report in ranks.reports(same_as_on_the_cpu, name, axes=axes):
         assert not report.findings

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.device.programs import train
 from tests.support.differentiated import Program, data
 from tests.support.models import equal_units
-from tests.support.ranks import Ranks, gloo, on_each, simulated
+from tests.support.ranks import Ranks, gloo, on_each, simulated, slow
 
 WIDTH = 5
 Step = Callable[[fs.Sharded, Tensor], Any]
@@ -66,7 +65,6 @@ TRAINED: dict[str, dict[str, Any]] = {  # options of whole steps of AdamW
     "bfloat16": {"dtype": torch.bfloat16},
     "loss scale": {"scaling": fs.LossScale.dynamic(initial=64.0)},
     "kept": {"reshard_after_forward": False},
-    "checkpoints": {"checkpoints": True},
     "dropout": {"dropout": 0.5},
 }
 
@@ -87,16 +85,26 @@ def compare(mesh: fs.Mesh, name: str, backend: str) -> None:
     assert_trees_close(*results, **close)
 
 
-SIMULATED = ("dropout", "encoded", "in place", "rates", "loss scale", "buffers")
 COMPILED = ("dropout", "bfloat16", "kept", "loss scale", "buffers")
-CASES: list[Any] = [*product(gloo(2), {**MADE, **TRAINED}, ["replay"]), *product(simulated(3), SIMULATED, ["replay"])]
-BY_COMPILER = product([*simulated(2), *gloo(2)], COMPILED, ["aot_eager"])
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in BY_COMPILER]
 
 
-@pytest.mark.parametrize(("ranks", "name", "backend"), CASES, ids=str)
-def test_a_replay_is_bitwise_the_step_and_a_compiler_rounds(ranks: Ranks, name: str, backend: str) -> None:
-    ranks.run(compare, name, backend)
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
+@pytest.mark.parametrize("name", [*MADE, *TRAINED])
+def test_a_replay_is_bitwise_the_step(name: str, ranks: Ranks) -> None:
+    ranks.run(compare, name, "replay")
+
+
+@on_each(gloo(2))  # ranks in a batch refuse it
+def test_so_is_that_of_a_model_that_checkpoints_itself(mesh: fs.Mesh) -> None:
+    replayed, eager = (train(mesh, backend=backend, checkpoints=True) for backend in ("replay", None))
+    assert_trees_close(replayed, eager, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiler_rounds_otherwise_than_the_step(name: str, ranks: Ranks) -> None:
+    ranks.run(compare, name, "aot_eager")
 
 
 def test_codecs_are_refused_by_compilers() -> None:
@@ -129,7 +137,7 @@ def test_donated_leaves_are_returned_as_the_objects_that_were_passed(mesh: fs.Me
     assert mesh.is_simulated or params["out"]._version > version
 
 
-@on_each([*simulated(3), *gloo(2)])
+@on_each([*slow(simulated(3)), *gloo(2)])
 def test_the_collectives_of_a_replay_are_counted_as_those_of_the_step(mesh: fs.Mesh) -> None:
     """At the first call as at others, where ranks also compare their recordings."""
     program = Program(mesh)

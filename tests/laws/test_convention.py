@@ -30,12 +30,13 @@ from tests.laws.convention import (
     whole_parameters,
 )
 from tests.support.differentiated import by_backward
-from tests.support.ranks import HYBRID, Ranks, gloo, on_each, sequential, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, sequential, simulated, slow
 from tests.support.refusals import text_of
 
 MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 3}, {"replicate": 2, "shard": 3}]
 SIMULATED = simulated(*({"shard": 1, **axes} for axes in MESHES))
-REAL = gloo(2, {"replicate": 2, "shard": 1}, 4, HYBRID)
+REAL = gloo(2, HYBRID, {"replicate": 2, "shard": 1}, 4)
+REAL_KINDS = [*REAL[:2], *slow(REAL[2:])]
 LAZY = None, False
 
 
@@ -60,7 +61,7 @@ def derived(mesh: fs.Mesh, inner: str, tasks: list[str], lazy: tuple[bool | None
     return [on_mesh(mesh, sharded_side(inner, each), tasks) for each in lazy]
 
 
-@pytest.mark.parametrize("ranks", [*SIMULATED, *REAL], ids=str)
+@pytest.mark.parametrize("ranks", [*SIMULATED, *REAL_KINDS], ids=str)
 @pytest.mark.parametrize("inner", INNER)
 def test_the_gradient_is_exact_through_gradients_steps_and_penalties(inner: str, ranks: Ranks) -> None:
     want = expected(ranks.size, tasks(ranks))
@@ -78,13 +79,13 @@ def refusals(mesh: fs.Mesh, task: str, inner: str) -> list[str]:
 
 @pytest.mark.parametrize("task", ["through one step", "through three steps"])
 @pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("ranks", [*SIMULATED[1:], *REAL, *sequential({"replicate": 2, "shard": 3})], ids=str)
+@pytest.mark.parametrize("ranks", [*SIMULATED[1:], *REAL_KINDS, *sequential({"replicate": 2, "shard": 3})], ids=str)
 def test_a_gradient_through_a_step_by_another_than_fs_grad_is_refused(task: str, inner: str, ranks: Ranks) -> None:
     for told in ranks.run(refusals, task, inner):
         assert all("RuntimeError" in text and "outermost reverse-mode derivative be fs.grad" in text for text in told)
 
 
-@on_each(REAL)
+@on_each(REAL_KINDS)
 def test_torch_autograd_inside_of_fs_grad_is_exact(mesh: fs.Mesh) -> None:
     tasks = ["reverse over reverse", "through one step"]
     for lazy in LAZY:
@@ -146,7 +147,7 @@ def test_outside_spmd_a_gradient_through_a_step_is_that_of_the_unsharded_model(a
     assert_trees_close(dict(fs.gather(got)), want, rtol=1e-10, atol=1e-13)
 
 
-@on_each(REAL)
+@on_each(REAL_KINDS)
 def test_torch_autograd_functional_is_right_or_refused_on_every_rank(mesh: fs.Mesh) -> None:
     """Beside forward mode; and by the input it is right."""
     close = partial(assert_trees_close, rtol=1e-10, atol=1e-13)
@@ -174,7 +175,7 @@ def test_torch_autograd_functional_is_right_or_refused_on_every_rank(mesh: fs.Me
         close(by_input, alone)
 
 
-@on_each(REAL)
+@on_each(REAL_KINDS)
 def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_by_fs_grad(mesh: fs.Mesh) -> None:
     """Of what nobody sums."""
     tasks = ["reverse over reverse", "penalty on the norm of the gradient"]
@@ -189,7 +190,7 @@ def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_
         assert_trees_close(by_autograd, by_fs, rtol=1e-10, atol=1e-13)
 
 
-@on_each(REAL)
+@on_each(REAL_KINDS)
 def test_what_an_inner_fs_grad_closes_over_has_a_gradient(mesh: fs.Mesh) -> None:
     """The inner fs.grad is by the input alone; parameters reach it by a closure."""
 

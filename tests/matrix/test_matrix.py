@@ -70,7 +70,7 @@ def test_an_owner_has_two_rounds_whole_and_its_own_state(monkeypatch: pytest.Mon
     """Counted on one real rank, where nothing is sent: a parameter and its gradient, and what Muon needs for one."""
     monkeypatch.setattr(plan, "ROUND", 1)
     mesh = fs.init_mesh()
-    source = {f"{i}.w": torch.ones(256, 256) for i in range(16)}
+    source = {f"{i}.w": torch.ones(128, 128) for i in range(16)}
     params = fs.shard(source, fs.plan(source, mesh))
     opt = fs.optimizer(torch.optim.Muon, whole=True)
     state, grads = opt.init(params), fs.shard(source, params.layout)
@@ -79,7 +79,7 @@ def test_an_owner_has_two_rounds_whole_and_its_own_state(monkeypatch: pytest.Mon
         live.mark("before")
         opt.step(params, grads=grads, state=state, donate=True)
         live.mark("after")
-    assert live.growth("before", "after") < 8 * 256 * 256 * 4
+    assert live.growth("before", "after") < 8 * 128 * 128 * 4
 
 
 def test_options_of_a_step_are_those_of_this_class_and_labels_reach_the_other_one() -> None:

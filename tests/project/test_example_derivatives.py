@@ -116,4 +116,8 @@ def by_schedule(mesh: fs.Mesh, schedule: str, microbatches: int = 2) -> None:
 def test_gradients_by_a_schedule_are_those_of_the_whole_program(schedule: str) -> None:
     by_schedule(fs.simulated_mesh({"replicate": 2, "stage": 2, "shard": 2}), schedule)
     by_schedule(fs.simulated_mesh({"stage": 4, "shard": 1}), schedule, microbatches=8)  # of which 1F1B holds 4
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", pytest.param("gpipe", marks=pytest.mark.slow)])
+def test_so_are_those_of_real_ranks(schedule: str) -> None:
     gloo({"stage": 2, "shard": 2})[0].run(by_schedule, schedule)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,15 +47,8 @@ def test_every_example_has_a_test() -> None:
     assert {path.name for path in FOLDER.glob("*.py")} == set(TOY).union(*ELSEWHERE.values())
 
 
-LONG = {"lanczos.py", "evolution.py", "production.py"}  # on gloo ranks, which -m slow has
-
-
-def run_on(ranks: str) -> list[Any]:
-    long = [pytest.mark.slow] if ranks == "gloo" else []
-    return [pytest.param(name, ranks, id=f"{name}-{ranks}", marks=long if name in LONG else []) for name in TOY]
-
-
-@pytest.mark.parametrize(("name", "ranks"), [*run_on("simulated"), *run_on("gloo")])
+@pytest.mark.parametrize("ranks", ["gloo", "simulated"])  # in this order those that take long are simulated by default
+@pytest.mark.parametrize("name", TOY)
 def test_results_are_those_of_the_unsharded_program(name: str, ranks: str) -> None:
     script, options = str(FOLDER / name), TOY[name]
     if ranks == "simulated":

@@ -136,7 +136,7 @@ TASKS: dict[str, Task] = {
 }
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [pytest.param(task, marks=[pytest.mark.slow] * (task == "files")) for task in TASKS])
 def test_twice_as_much_takes_twice_the_instructions(task: str) -> None:
     assert growth(TASKS[task]) < AT_MOST
 

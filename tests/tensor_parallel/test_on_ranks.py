@@ -66,8 +66,19 @@ def steps_alone(num_steps: int, num_data_ranks: int) -> Iterator[tuple[list[Tens
         opt.step()
 
 
-def trainings_on_this_rank() -> None:
-    """Steps on meshes with a tensor axis, with lazy and plain parts, are those of one process."""
+Check = Callable[[DeviceMesh, fs.Mesh], None]
+CHECKS: dict[str, Check] = {}
+
+
+def check(fn: Check) -> Check:
+    """One claim of many that are tried in one start of four processes."""
+    CHECKS[fn.__name__] = fn
+    return fn
+
+
+@check
+def steps_have_the_gradients_and_losses_of_one_process(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    """On meshes with a tensor axis, with lazy and plain parts."""
     shapes: list[tuple[tuple[int, ...], tuple[str, ...], bool | None]] = [
         ((2, 2), ("shard", "tensor"), None),
         ((2, 1, 2), ("replicate", "shard", "tensor"), False),
@@ -78,7 +89,7 @@ def trainings_on_this_rank() -> None:
         mesh, model = fs.Mesh.from_device_mesh(axes[names[:-1]]), distributed(axes)
         params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.AdamW, lr=0.05)
         state = opt.init(params)
-        for i, (losses, expected) in enumerate(steps_alone(3, 2)):
+        for i, (losses, expected) in enumerate(steps_alone(2, 2)):
             words = sentences(i, mesh.rank)
             loss_fn = lambda p: loss_of(model, fs.gather(p, lazy=lazy), words)  # noqa: B023, E731
             grads, loss = fs.grad_and_value(loss_fn)(params)
@@ -87,13 +98,9 @@ def trainings_on_this_rank() -> None:
             params, state = opt.step(params, grads=grads, state=state)
 
 
-def test_steps_have_the_gradients_and_losses_of_one_process() -> None:
-    run_ranks(trainings_on_this_rank, RANKS)
-
-
-def fsdp2_on_this_rank() -> int:
-    axes = device_mesh()
-    mesh, ours, theirs = fs.Mesh.from_device_mesh(axes["shard"]), distributed(axes), distributed(axes)
+@check
+def gradients_are_those_of_fully_shard_on_the_same_parallelized_model(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    ours, theirs = distributed(axes), distributed(axes)
     for model in (ours, theirs):  # fully_shard takes no weight of two units ...
         blocks: Any = model.blocks
         blocks[1].attention.q.weight = nn.Parameter(blocks[0].attention.q.weight.detach().clone())
@@ -106,21 +113,7 @@ def fsdp2_on_this_rank() -> int:
     named = theirs.named_parameters()
     expected = {name: whole(p.grad) for name, p in named if p.grad is not None and name != "scale"}
     closely({name: grad for name, grad in grads.items() if name != "scale"}, expected)
-    return len(expected)
-
-
-def test_gradients_are_those_of_fully_shard_on_the_same_parallelized_model() -> None:
-    assert run_ranks(fsdp2_on_this_rank, RANKS) == [3 * 16 + 5 - 1] * RANKS
-
-
-Check = Callable[[DeviceMesh, fs.Mesh], None]
-CHECKS: dict[str, Check] = {}
-
-
-def check(fn: Check) -> Check:
-    """One claim of many that are tried in one start of four processes."""
-    CHECKS[fn.__name__] = fn
-    return fn
+    assert len(expected) == 3 * 16 + 5 - 1
 
 
 def tensors(axes: DeviceMesh, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

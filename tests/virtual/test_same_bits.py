@@ -16,13 +16,14 @@ from functorch_shard.communication import collective
 from functorch_shard.layout import planning
 from functorch_shard.virtual import loop
 from tests.support.pages import ROOT
-from tests.support.ranks import Ranks, gloo, sequential
+from tests.support.ranks import Ranks, gloo, sequential, slow
 from tests.virtual.programs import OPTIMIZERS, batch_of, loss_of, planned, step_of, train
 
 ONE = Ranks({"shard": 1}, "gloo")
 SEVERAL = [
-    *gloo(2, 3, 6, {"replicate": 2, "shard": 3}, {"replicate": 3}),
-    *sequential(2, 6, {"replicate": 2, "shard": 3}),
+    *gloo(2, {"replicate": 2, "shard": 3}),
+    *sequential(6, {"replicate": 2, "shard": 3}),
+    *slow([*gloo(3, 6, {"replicate": 3}), *sequential(2)]),
 ]
 WHOLE = (("ignored", ("head",)), ("reduction", "sum"))
 
