@@ -262,9 +262,10 @@ class Session:
             for evicted in self._resident.pop(other):
                 evicted.drop()
         self._fetch(buffers, now)
-        if self._streams is not None:  # the host does not wait; events come before what is sent next
+        if self._streams is not None:  # events of what is under way come before what is sent next
             for each in self._resident[unit]:
-                each.wait()
+                if each._works is not None:
+                    each.wait()
         for other in fetch:  # before the host waits for this one: the network is never idle
             for ahead in self._buffers.get(other, {}).values():
                 if ahead.left_in != now:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.mesh.init import select_device
+from functorch_shard.sharding.session import UnitBuffers
 from tests.device import nccl
 from tests.device.accelerator import load
 from tests.device.programs import BUFFERS, loss_of, stack, train
@@ -163,6 +164,25 @@ def copies_that_overlap() -> list[int]:
 
 def test_the_copy_of_the_next_unit_is_pending_while_one_is_used() -> None:
     assert on_device(copies_that_overlap) == [0, 0, 1]
+
+
+def fetched_by_a_gradient(device: str) -> list[str]:
+    """Backward has the gradient of one part of a small unit before it uses the other part, which is frozen."""
+    x, fetched, fetch = torch.ones(32, device=device), list[str](), UnitBuffers._gather
+    source = {"in": x.outer(x), "frozen": nn.Parameter(x, requires_grad=False), "scale": x, "out": x.outer(x)}
+    params = fs.shard(source, fs.plan(source, one_rank(device), units=[["in"], ["frozen", "scale"], ["out"]]))
+
+    def loss(params: fs.Sharded) -> Tensor:
+        full = fs.gather(params, lazy=True)
+        return (x @ full["in"] * full["frozen"] * full["scale"] @ full["out"]).sum()
+
+    with patch.object(UnitBuffers, "_gather", lambda self, i: fetched.append(self.part.keys[i]) or fetch(self, i)):
+        fs.grad(loss)(fs.offload(params, "cpu"))
+    return fetched
+
+
+def test_what_backward_is_done_with_is_not_fetched_again() -> None:
+    assert on_device(fetched_by_a_gradient, DEVICE) == fetched_by_a_gradient("cpu")
 
 
 def saved_on_another_stream() -> tuple[Tensor, Tensor]:
