@@ -130,7 +130,7 @@ def simplify(graph: GraphModule) -> list[Collective]:
     for node in markers:
         graph.graph.erase_node(node)
     _replace_identities(graph.graph)
-    graph.graph.eliminate_dead_code()
+    graph.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(_written(node)))
     graph.recompile()
     return [Collective(*node.args) for node in markers]
 

@@ -131,7 +131,9 @@ def _gather(params: Sharded, lazy: bool | None, dtype: torch.dtype | None, codec
     mesh, buffers, whole = layout.mesh, layout.buffers, dict[str, Tensor]()
     one_memory = mesh.is_simulated or (lazy is None and mesh.kind == "sequential")
     may_be_lazy = {} if one_memory or lazy is False else shards
-    later = {key: x for key, x in may_be_lazy.items() if lazy or _is_far(x, buffers[key], layout)}
+    # of other ranks, or offloaded: the device may not have memory for all of them
+    is_far = lambda key, x: buffers[key].num_shards > 1 or x.device != working_device(x, mesh.device)  # noqa: E731
+    later = {key: x for key, x in may_be_lazy.items() if lazy or is_far(key, x)}
     plain = {key: x for key, x in shards.items() if key not in later}
     if mesh.is_simulated:
         whole = _of_stack(shards, layout, dtype, codec)
@@ -147,11 +149,6 @@ def _gather(params: Sharded, lazy: bool | None, dtype: torch.dtype | None, codec
 
         whole = with_dtensors(whole, layout)
     return Full({name: whole[name] for name in layout.slots}, layout)
-
-
-def _is_far(x: Tensor, buffer: Buffer, layout: Layout) -> bool:
-    """Whether values are on other ranks, or ``x`` was offloaded: the device may not have memory for all of them."""
-    return buffer.num_shards > 1 or x.device != working_device(x, layout.mesh.device)
 
 
 def _of_stack(

@@ -65,7 +65,7 @@ def is_written(argument: Any) -> bool:
 
 
 def writes_nothing(target: Any) -> bool:
-    """Whether the target of a node of a graph is an operator that writes to none of its arguments."""
+    """Whether the target of a node of a graph is an operator that declares no write to its arguments."""
     return isinstance(target, OpOverload) and not any(map(is_written, schema_of(target).arguments))
 
 
@@ -74,9 +74,17 @@ def arguments_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return {**dict(zip([x.name for x in schema_of(operator).arguments], args, strict=False)), **kwargs}
 
 
+# Kernels of batch norm write to their statistics, unless told not to train; torch declares that of none of these.
+_BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+_BATCH_NORMS |= {f"aten::batch_norm_{name}" for name in ("update_stats", "gather_stats", "gather_stats_with_counts")}
+
+
 def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """What a call of an operator writes to, out of its lists too."""
-    if not (names := [x.name for x in schema_of(operator).arguments if is_written(x)]):
+    names = [x.name for x in schema_of(operator).arguments if is_written(x)]
+    if schema_of(operator).name in _BATCH_NORMS and arguments_of(operator, args, kwargs).get("training", True):
+        names += ["running_mean", "running_var"]
+    if not names:
         return []
     given = arguments_of(operator, args, kwargs)
     values = [given[name] for name in names if name in given]

@@ -35,15 +35,10 @@ class Clipped(nn.Module):
         return self.b(self.a(x)).square().mean()
 
 
-def under_no_grad(layer: nn.Linear) -> None:
-    with torch.no_grad():
-        layer.weight.clamp_(-0.1, 0.1)
-
-
 WRITES: dict[str, Callable[[nn.Linear], object]] = {
     "data": lambda layer: layer.weight.data.clamp_(-0.1, 0.1),
     "bias": lambda layer: layer.bias.data.zero_(),
-    "no_grad": under_no_grad,
+    "no_grad": torch.no_grad()(lambda layer: layer.weight.clamp_(-0.1, 0.1)),
     "detach": lambda layer: layer.weight.detach().mul_(0.5),
 }
 

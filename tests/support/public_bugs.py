@@ -52,10 +52,6 @@ def head_not_reduced(rank: Rank, wrong: bool) -> Any:
     return own if wrong else pmean(own, rank.mesh)
 
 
-def reduced_over_one(rank: Rank, wrong: bool) -> Any:
-    return pmean(rank.gradient_of_head(), rank.mesh["one"] if wrong else rank.mesh)
-
-
 def norm_per_rank(rank: Rank, wrong: bool) -> Any:
     own = own_square(rank.gradient())
     return (own if wrong else psum(own, rank.mesh["shard"])).sqrt()
@@ -106,7 +102,7 @@ def experts_too_large(rank: Rank, wrong: bool) -> Any:
 BUGS: dict[str, Callable[[Rank, bool], Any]] = {
     "AReaL#313": head_not_reduced,
     "AReaL#312": norm_per_rank,
-    "VeOmni#1115": reduced_over_one,
+    "VeOmni#1115": lambda rank, wrong: pmean(rank.gradient_of_head(), rank.mesh["one"] if wrong else rank.mesh),
     "VeOmni#862": norm_over_all_ranks,
     "verl#7493": never_synchronized,
     "verl#3655": clipped_per_rank,
