@@ -24,7 +24,7 @@ from ..containers import KNOWN, place
 from ..errors import reject
 from ..torch_internals.autograd import being_traced, in_transform, untraced
 from ..torch_internals.satellites import compiled
-from .cuda_graph import Captured, refuse_host_tensors
+from .cuda_graph import Captured, held_on_the_device
 from .recording import Recording, StepSchedule, as_inputs, record, schedule_of
 from .signature import Call, flatten, modules_outside, refusal, signature_of
 
@@ -189,8 +189,7 @@ def runner(recording: Recording, inputs: Sequence[Tensor], backend: str | Backen
         replay = lambda tensors: module(*tensors)  # noqa: E731
         if backend == "replay":
             return replay
-        refuse_host_tensors(graph)
-        return Captured(replay, recording.written)
+        return Captured(replay, recording.written, held_on_the_device(graph))
     constants = _constants_as_inputs(graph)
     run = compiled(graph, [*inputs, *constants], backend)
     return lambda tensors: run(*tensors, *constants)

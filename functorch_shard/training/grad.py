@@ -135,7 +135,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             with own_parametrizations():
                 value, aux = _check_scalar(fn(*call, **named), has_aux)
             if aux is not None:
-                refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
+                has_graph = lambda x: isinstance(x, Tensor) and (x.requires_grad or without_batches(x) is not x)  # noqa: E731
+                refuse_opaque("grad", opened(aux), "aux", matters=has_graph)
             used.update(leaves_behind([value]))
             rest = iter(tensors)
             for argument in arguments:
@@ -338,11 +339,6 @@ def _of_this_level(x: Any) -> Any:
     if type(x) is not Tensor or not _differentiable(x):
         return x
     return x.view_as(x).requires_grad_() if x.requires_grad else x.view_as(x)
-
-
-def _has_graph(x: Any) -> bool:
-    """Whether ``x`` is part of the differentiated graph, and not valid outside of it."""
-    return isinstance(x, Tensor) and (x.requires_grad or without_batches(x) is not x)
 
 
 def _average_each(grads: list[Tensor], inputs: Sequence[Leaf], boundary: Boundary) -> None:

@@ -87,8 +87,8 @@ def implementation(cls: Class, options: Options, params: Sequence[Tensor], known
     fuses = fuses and not [x for x in params if x.is_meta or not x.is_floating_point()]
     if fuses and issubclass(cls, torch.optim.SGD):  # torch's fused kernel for CPUs is wrong in half precision
         fuses = not [x for x in params if x.is_cpu and x.itemsize == 2]
-    if fuses and issubclass(cls, torch.optim.Adagrad):  # torch has no fused kernel for CUDA
-        fuses = not [x for x in params if x.is_cuda]
+    if fuses and issubclass(cls, torch.optim.Adagrad):  # torch has a fused kernel for CPUs alone
+        fuses = not [x for x in params if not x.is_cpu]
     if being_traced() and not (fuses and traced_as_it_runs()):
         return {name: x for name, x in (("foreach", False), ("capturable", True)) if name in known}
     return {"fused": True} if fuses else {}

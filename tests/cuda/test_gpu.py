@@ -68,6 +68,24 @@ def test_a_captured_step_updates_the_parameters_that_it_is_given(device: torch.d
         assert_trees_close(dict(fs.gather(params, lazy=False)), {"w": source["w"] * scale - 3})
 
 
+def test_a_captured_step_writes_statistics_reads_slices_and_sees_that_a_tensor_was_swapped(
+    device: torch.device,
+) -> None:
+    """torch does not declare that batch norm writes; a slice has the strides of what it is a slice of."""
+    scale, found, rows = torch.ones((), device=device), [], torch.arange(40.0, device=device).view(4, 10)
+
+    def step(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, mean, var, training=True)[:2, :2] * x.as_strided((2, 2), (10, 1)) * scale
+
+    for run_step in (step, fs.compile(step, backend="cudagraphs")):
+        statistics, results = (rows.new_zeros(3), rows.new_ones(3)), list[Tensor]()
+        for i in range(6):
+            scale.data = torch.full_like(scale, 1 + i // 4)
+            results.append(run_step((rows * i)[:, 1:4], *statistics))
+        found.append([*statistics, *results])
+    assert_trees_close(*found, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"])
 @pytest.mark.parametrize(("backend", "dropout"), [("replay", 0.0), ("replay", 0.5), ("cudagraphs", 0.5)])
 def test_a_recorded_step_of_attention_is_the_eager_one(

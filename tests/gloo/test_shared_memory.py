@@ -134,13 +134,9 @@ def test_no_rank_has_shared_memory_where_one_cannot_open_it(name: str, number: i
 
 
 def test_ranks_that_choose_at_the_same_time_choose_the_same_region() -> None:
-    ranks = memories(4)
-
-    def choose(rank: SharedMemory) -> list[int]:
-        return [rank.take(number, 20)._place for number in range(1, 50)]
-
     with ThreadPoolExecutor(4) as threads:
-        first, *others = threads.map(choose, ranks)
+        choose: Any = lambda rank: [rank.take(number, 20)._place for number in range(1, 50)]  # noqa: E731
+        first, *others = threads.map(choose, memories(4))
     assert len({*first}) == 49
     assert others == [first] * 3
 
