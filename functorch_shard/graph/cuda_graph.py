@@ -49,7 +49,7 @@ class Captured:
             stream = torch.cuda.current_stream()
             stream.wait_event(self._done)  # on another stream, it may be
             for i, x in self._read.items():
-                x.copy_(_memory_of(inputs[i]))
+                x.copy_(inputs[i].as_strided(x.shape, (1,)))
             graph.replay()
             results = [x.clone() for x in self._results]
             self._done = stream.record_event()

@@ -82,11 +82,12 @@ _BATCH_NORMS |= {f"aten::batch_norm_{name}" for name in ("update_stats", "gather
 def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """What a call of an operator writes to, out of its lists too."""
     names = [x.name for x in schema_of(operator).arguments if is_written(x)]
-    if schema_of(operator).name in _BATCH_NORMS and arguments_of(operator, args, kwargs).get("training", True):
-        names += ["running_mean", "running_var"]
-    if not names:
+    is_batch_norm = schema_of(operator).name in _BATCH_NORMS
+    if not names and not is_batch_norm:
         return []
     given = arguments_of(operator, args, kwargs)
+    if is_batch_norm and given.get("training", True):
+        names += ["running_mean", "running_var"]
     values = [given[name] for name in names if name in given]
     return [each for x in values for each in (x if isinstance(x, (list, tuple)) else [x])]
 
