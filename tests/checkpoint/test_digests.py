@@ -92,7 +92,7 @@ def test_a_wrong_bit_of_one_rank_is_found_to_its_step_unit_and_parameter() -> No
     """Of a program whose digests are the same on any number of ranks."""
     program, meshes = example("same_bits"), (fs.simulated_mesh(n, kind="sequential") for n in (1, 2, 2))
     one, two, wrong = (
-        program.train(mesh, 2, bug)["records"] for mesh, bug in zip(meshes, (None, None, 1), strict=True)
+        program.train(mesh, 3, bug)["records"] for mesh, bug in zip(meshes, (None, None, 1), strict=True)
     )
     lines = [json.dumps(record) for record in wrong]
     assert first_difference(one, two) is None

@@ -20,7 +20,7 @@ def test_programs_are_those_of_the_unsharded_model() -> None:
     """They take turns on the kinds of ranks."""
     found = {seed: outcome_of(draw(seed), KINDS[seed % len(KINDS)]) for seed in range(21)}
     assert not {seed: x for seed, x in found.items() if x.kind in BAD}
-    assert Counter(x.kind for x in found.values())["right"] >= 18
+    assert Counter(x.kind for x in found.values())["right"] >= 19
 
 
 Issue = Callable[[Collective, Tensor], Work]

@@ -89,7 +89,7 @@ def steps_have_the_gradients_and_losses_of_one_process(axes: DeviceMesh, mesh: f
         mesh, model = fs.Mesh.from_device_mesh(axes[names[:-1]]), distributed(axes)
         params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.AdamW, lr=0.05)
         state = opt.init(params)
-        for i, (losses, expected) in enumerate(steps_alone(2, 2)):
+        for i, (losses, expected) in enumerate(steps_alone(3, 2)):
             words = sentences(i, mesh.rank)
             loss_fn = lambda p: loss_of(model, fs.gather(p, lazy=lazy), words)  # noqa: B023, E731
             grads, loss = fs.grad_and_value(loss_fn)(params)
