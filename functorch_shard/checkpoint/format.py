@@ -181,7 +181,7 @@ _OF_METADATA = {
     *(f"{x.__module__}.{x.__name__}" for x in vars(dcp).values() if isinstance(x, type)),
     f"{StorageInfo.__module__}.{StorageInfo.__name__}",
     *(f"pathlib{more}.{name}" for more in ("", "._local") for name in ("PosixPath", "WindowsPath")),  # not used
-    "torch.serialization._get_layout",
+    *("torch.serialization._get_layout", "builtins.getattr"),  # the latter for an enum, in Python 3.11.0 to 3.11.3
 }
 _IMMUTABLE = {"torch.Size": tuple, "collections.OrderedDict": dict} | {
     f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)

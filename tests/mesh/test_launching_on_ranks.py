@@ -35,17 +35,17 @@ ONE_PROCESS = [
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A process that nobody launched, wherever the tests run."""
+def environment(monkeypatch: pytest.MonkeyPatch, names: dict[str, str]) -> dict[str, str]:
+    """A process that nobody launched, wherever the tests run, but for ``names``."""
     for name in filter(OURS.match, [*os.environ]):
         monkeypatch.delenv(name)
-    return monkeypatch
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    return names
 
 
 @pytest.mark.parametrize("names", LAUNCHED, ids=str)
-def test_a_process_that_would_train_alone_is_refused(names: dict[str, str], environment: pytest.MonkeyPatch) -> None:
-    for name, value in names.items():
-        environment.setenv(name, value)
+def test_a_process_that_would_train_alone_is_refused(environment: dict[str, str]) -> None:
     text = refused(fs.init_mesh)
     assert text.startswith("ValueError: init_mesh: ")
     assert ": this process is one of several, and RANK and WORLD_SIZE are not both set" in text
@@ -53,9 +53,7 @@ def test_a_process_that_would_train_alone_is_refused(names: dict[str, str], envi
 
 
 @pytest.mark.parametrize("names", ONE_PROCESS, ids=str)
-def test_one_process_is_one_rank(names: dict[str, str], environment: pytest.MonkeyPatch) -> None:
-    for name, value in names.items():
-        environment.setenv(name, value)
+def test_one_process_is_one_rank(environment: dict[str, str]) -> None:
     assert fs.init_mesh().axes == {"shard": 1}
     assert "timeout: only of a process group that is made here" in refused(fs.init_mesh, timeout=3)
 
