@@ -262,15 +262,15 @@ class Session:
             for evicted in self._resident.pop(other):
                 evicted.drop()
         self._fetch(buffers, now)
-        if self._streams is not None:  # events of what is under way come before what is sent next
-            for each in self._resident[unit]:
-                if each._works is not None:
-                    each.wait()
-        for other in fetch:  # before the host waits for this one: the network is never idle
+        # Before what is next is sent: the events of this unit come before its copies, and ranks of one host that have
+        # sent this one have freed what was before it, so a rank that is ahead takes no more memory than the others.
+        for each in self._resident[unit]:
+            if each._works is not None:
+                each.wait()
+        for other in fetch:
             for ahead in self._buffers.get(other, {}).values():
                 if ahead.left_in != now:
                     self._fetch(ahead, now)
-        buffers.wait()
 
     def _fetch(self, buffers: UnitBuffers, now: int) -> None:
         gathered = self._resident.setdefault(buffers.part.unit, [])

@@ -7,6 +7,8 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.functional import linear
 
 import functorch_shard as fs
 from functorch_shard.gloo.backend import SMALL_MESSAGE
@@ -48,6 +50,18 @@ def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(mes
             held.pop(own.randrange(len(held)))
     backend: Any = mesh["shard"].backend
     assert 1 <= len(backend._memory._entries()) <= 10 * size
+
+
+@on_each(gloo(2))
+def test_a_rank_that_is_ahead_in_forward_takes_no_memory_for_it(mesh: fs.Mesh) -> None:
+    model = nn.Sequential(*(nn.Linear(120, 120) for _ in range(8)))
+    full = fs.gather(fs.shard(model, fs.plan(model, mesh, units=nn.Linear)))
+    x = torch.ones(120)
+    for i in range(8):
+        time.sleep(0.05 * mesh.rank)
+        x = linear(x, full[f"{i}.weight"], full[f"{i}.bias"])
+    backend: Any = mesh["shard"].backend
+    assert len(backend._memory._entries()) <= 3  # in use, on its way, and what the slower rank still uses
 
 
 @on_each(gloo(2))
