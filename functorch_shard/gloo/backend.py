@@ -123,7 +123,11 @@ class GlooBackend(GroupBackend):
         memory = None if is_short or size == 1 else self._memory  # it may have to be opened, which is a collective
         call = self._guard.call(op, op.numel if law.shape else x.numel())
         if is_short:
-            got = call.post(_rows(parts, longest))[:, HEAD : HEAD + longest * dtype.itemsize].view(dtype)
+            if isinstance(parts, Tensor):
+                message = parts.reshape(len(parts), -1)
+            else:
+                message = torch.stack([pad(part.reshape(-1), (0, longest - part.numel())) for part in parts])
+            got = call.post(message)[:, HEAD : HEAD + longest * dtype.itemsize].view(dtype)
             read = lambda: [got[i, : shape.numel()].view(shape) for i, shape in enumerate(shapes)]  # noqa: E731
         elif memory:
             pairs = [(i, j) for i in range(size) for j in range(len(parts))]  # what is for oneself stays here
@@ -168,13 +172,6 @@ class GlooBackend(GroupBackend):
         op = Collective("exchange", "", len(message), torch.uint8, "shared memory")
         rows = self.issue(op, torch.frombuffer(bytearray(message), dtype=torch.uint8)[None]).wait()
         return [as_bytes(row) for row in rows]
-
-
-def _rows(parts: Any, numel: int) -> Tensor:
-    """One row for each of ``parts``, of the ``numel`` elements that the longest has."""
-    if isinstance(parts, Tensor):
-        return parts.reshape(len(parts), -1)
-    return torch.stack([pad(part.reshape(-1), (0, numel - part.numel())) for part in parts])
 
 
 class Call:
@@ -234,10 +231,17 @@ class Call:
 
     def wait(self) -> None:
         """Wait until all ranks have sent the same collective, and its messages are there."""
+        self.verify()
         try:
-            self.guard.verify(self)
             while self.works:  # who is interrupted by a signal has waited for those that are not there any more
                 self.works.pop(0).wait()
+        except RuntimeError as error:
+            self._raise_named(error)
+
+    def verify(self) -> None:
+        """Wait until all ranks have sent the same collective."""
+        try:
+            self.guard.verify(self)
         except RuntimeError as error:
             self._raise_named(error)
 
@@ -271,7 +275,7 @@ class Guard:
     def call(self, op: Collective, numel: int) -> Call:
         """Return the next collective; what ``op`` is on ``numel`` elements is the same on all ranks, or it raises."""
         while (unverified := [*self.unverified]) and unverified[0].arrived.done():
-            self.verify(unverified[0])
+            unverified[0].verify()
         self._refuse()
         for _ in range(len(self.abandoned)):
             with suppress(IndexError, RuntimeError):  # another thread may take it; what failed is over too

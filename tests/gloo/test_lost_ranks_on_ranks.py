@@ -59,6 +59,13 @@ def in_psum(mesh: fs.Mesh, happens: Callable[[], Any]) -> None:
     psum(torch.ones(3), mesh)
 
 
+def while_others_compute(mesh: fs.Mesh, happens: Callable[[], Any]) -> None:
+    happens()
+    mesh["shard"].issue("all_gather", torch.ones(3))
+    time.sleep(1)
+    psum(torch.ones(3), mesh)  # finds that the gather failed
+
+
 def in_reshard(mesh: fs.Mesh, happens: Callable[[], Any]) -> None:
     model = nn.Linear(5, 7)
     old, new = fs.plan(model, mesh), fs.plan(model, mesh, labels=lambda name, x: name)
@@ -118,6 +125,7 @@ CASES: dict[str, tuple[int, Callable[[], Any], Step, dict[str, int], str]] = {
     "exits in forward": (2, EXIT, in_forward, {"shard": 3}, GATHER),
     "raises in backward": (1, RAISE, in_backward, {"shard": 3}, f"{GATHER}|{REDUCTION}"),
     "killed before a psum": (1, KILL, in_psum, {"shard": 2}, PSUM),
+    "exits while others compute": (1, EXIT, while_others_compute, {"shard": 2}, PSUM.replace("psum", "all_gather")),
     "stalls in forward": (1, STALL, in_forward, {"shard": 3}, GATHER),
     "exits before a reshard": (1, EXIT, in_reshard, {"shard": 2}, "reshard"),
     "2x2 exits in backward": (3, EXIT, in_backward, {"replicate": 2, "shard": 2}, ANY),
