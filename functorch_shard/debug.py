@@ -11,16 +11,7 @@ from .training.norms import param_norms
 if TYPE_CHECKING:  # on first use: the files of checkpoints take half a second to import
     from .checkpoint.digests import Difference, digests, first_difference
 
-__all__ = [
-    "Difference",
-    "Issued",
-    "Types",
-    "digests",
-    "first_difference",
-    "param_norms",
-    "types",
-    "varies",
-]
+__all__ = ["Difference", "Issued", "Types", "digests", "first_difference", "param_norms", "types", "varies"]
 
 
 def __getattr__(name: str) -> Any:

@@ -173,9 +173,7 @@ KINDS = {
     ),
     # For rank j the operand of rank i, where (i, j) is in op.splits, and zeros where nothing arrives.
     "ppermute": Kind(
-        lambda op, rows, lead: max(rows, key=lambda row: (row.numel(), row.ndim)).clone(),
-        _permuted,
-        _permuted_shape,
+        lambda op, rows, lead: max(rows, key=lambda row: (row.numel(), row.ndim)).clone(), _permuted, _permuted_shape
     ),
     # The operand of rank op.source; the others pass one of its shape.
     "broadcast": Kind(

@@ -11,12 +11,4 @@ random ones. Imports ``training`` and what is below.
 from .operators import Operator, from_vector, gauss_newton, hessian, to_vector
 from .vectors import randn_like, vdot
 
-__all__ = [
-    "Operator",
-    "from_vector",
-    "gauss_newton",
-    "hessian",
-    "randn_like",
-    "to_vector",
-    "vdot",
-]
+__all__ = ["Operator", "from_vector", "gauss_newton", "hessian", "randn_like", "to_vector", "vdot"]

@@ -21,14 +21,7 @@ from ..communication.collective import record as mark
 from ..containers import opened, refuse_opaque
 from ..errors import table
 from ..torch_internals.satellites import ON_VALUES, RefusedError, fake_copies, trace
-from ..torch_internals.tensors import (
-    OpOverload,
-    as_number,
-    identity_of_storage,
-    tensors_of,
-    writes_nothing,
-    written_by,
-)
+from ..torch_internals.tensors import OpOverload, as_number, identity_of_storage, tensors_of, writes_nothing, written_by
 from .signature import Call, is_traced, memory_outside
 
 
@@ -129,18 +122,14 @@ def simplify(graph: GraphModule) -> list[Collective]:
     markers = [node for node in graph.graph.nodes if node.target is RECORD]
     for node in markers:
         graph.graph.erase_node(node)
-    _replace_identities(graph.graph)
+    # x in place of x.detach(), or of a view of the same elements: the transforms left many
+    returned = {*graph.graph.output_node().all_input_nodes}
+    for node in graph.graph.nodes:
+        if node not in returned and _is_identity(node):
+            node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(_written(node)))
     graph.recompile()
     return [Collective(*node.args) for node in markers]
-
-
-def _replace_identities(graph: Graph) -> None:
-    """Use ``x`` in place of ``x.detach()``, or of a view of the same elements: the transforms left many."""
-    returned = {x for node in graph.nodes if node.op == "output" for x in node.all_input_nodes}
-    for node in graph.nodes:
-        if node not in returned and _is_identity(node):
-            node.replace_all_uses_with(node.args[0])
 
 
 def _is_identity(node: Node) -> bool:
@@ -198,20 +187,18 @@ class StepSchedule:
         return sum(op.kind == kind for op in self.collectives)
 
     def __str__(self) -> str:
-        rows = [_row(event) for event in self.events]
+        rows = [
+            (event.what, op.kind, op.axis, op.key, op.nbytes, "", event.alive)
+            if (op := event.collective)
+            else (event.what, "", "", "", "", event.operations, event.alive)
+            for event in self.events
+        ]
         kinds = dict.fromkeys(op.kind for op in self.collectives)
         numbers = ", ".join(f"{self.number(kind)} {kind}" for kind in kinds) or "no collectives"
         peak = max((event.alive for event in self.events), default=0)
         last = f"{numbers}; inputs {self.inputs:,} bytes, peak beside them {peak:,} bytes"
         header = ("", "kind", "axis", "buffer", "bytes", "operations", "alive")
         return "\n".join([table(rows, header, left=4), last])
-
-
-def _row(event: Event) -> tuple[Any, ...]:
-    op = event.collective
-    if op is None:
-        return event.what, "", "", "", "", event.operations, event.alive
-    return event.what, op.kind, op.axis, op.key, op.nbytes, "", event.alive
 
 
 def schedule_of(recording: Recording) -> StepSchedule:

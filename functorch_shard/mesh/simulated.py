@@ -280,7 +280,8 @@ class BatchedRanks(Simulated):
             def one_rank(*rows: Tensor) -> tuple[Tensor, ...]:
                 rank_args, rank_kwargs = call.of_rank(rows)
                 result = opened(fn(*rank_args, **rank_kwargs))
-                refuse_opaque("spmd", result, "the result", matters=_is_of_one_rank)
+                is_of_one_rank = lambda x: isinstance(x, Tensor) and without_batches(x) is not x  # noqa: E731
+                refuse_opaque("spmd", result, "the result", matters=is_of_one_rank)
                 if watcher:
                     watcher.ran(rank_args, rank_kwargs, result)
                 leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
@@ -324,11 +325,6 @@ def _over_axis(
         return batched(torch.arange(ranks.size, device=where), *rows)
 
     return all_ranks
-
-
-def _is_of_one_rank(x: Any) -> bool:
-    """Return whether ``x`` belongs to the ranks, and means nothing outside."""
-    return isinstance(x, Tensor) and without_batches(x) is not x
 
 
 # What torch.distributed is inside of simulated ranks.

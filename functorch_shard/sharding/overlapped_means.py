@@ -86,11 +86,7 @@ def order_of_means(places: Sequence[Place | None]) -> list[int]:
 
 
 def overlap_means(
-    value: Tensor,
-    anchors: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    places: Sequence[Place | None],
-    taken: set[int],
+    value: Tensor, anchors: Sequence[Tensor], inputs: Sequence[Tensor], places: Sequence[Place | None], taken: set[int]
 ) -> None:
     """Have the gathers behind ``anchors`` of a boundary take the means of the gradients that each of them makes alone.
 

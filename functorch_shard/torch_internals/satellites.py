@@ -43,15 +43,7 @@ from .autograd import (
     unwrap_if_dead,
     with_outer_tangents,
 )
-from .tensors import (
-    FakeTensor,
-    arguments_of,
-    identity_of_storage,
-    is_number,
-    maybe_get_level,
-    schema_of,
-    written_by,
-)
+from .tensors import FakeTensor, arguments_of, identity_of_storage, is_number, maybe_get_level, schema_of, written_by
 
 aten = torch.ops.aten
 Transforms = tuple[tuple[str, int], ...]

@@ -19,25 +19,8 @@ from ..layout.buffers import Buffer
 from ..layout.layout import rank_dims
 from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of
-from ..torch_internals.autograd import (
-    Function,
-    as_under_compiler,
-    assert_when_run,
-    being_traced,
-    traced_as_it_runs,
-)
-from .trials import (
-    IMPLEMENTATIONS,
-    LEAVE_GRADIENTS,
-    NUMBER,
-    NUMBERS,
-    Class,
-    First,
-    Leaves,
-    Options,
-    apart,
-    state_of,
-)
+from ..torch_internals.autograd import Function, as_under_compiler, assert_when_run, being_traced, traced_as_it_runs
+from .trials import IMPLEMENTATIONS, LEAVE_GRADIENTS, NUMBER, NUMBERS, Class, First, Leaves, Options, apart, state_of
 
 ByLabel = Mapping[str, Options]
 State = dict[str, Any]

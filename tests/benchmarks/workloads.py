@@ -142,7 +142,4 @@ def _rows(rank: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 64, generator=generator), torch.randn(size, 64, generator=generator)
 
 
-WORKLOADS = {
-    "gpt": decoder(GPT),
-    "small": Workload(Small, _rows, lambda out, y: (out.float() - y).square().mean()),
-}
+WORKLOADS = {"gpt": decoder(GPT), "small": Workload(Small, _rows, lambda out, y: (out.float() - y).square().mean())}

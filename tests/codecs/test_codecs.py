@@ -17,10 +17,7 @@ from tests.laws.wrappers import Wrapper
 from tests.support.ranks import HYBRID, gloo, on_each, simulated
 from tests.support.refusals import refused
 
-CODECS = {
-    "int8": fs.codecs.int8(),
-    "int8 in blocks of 3": fs.codecs.int8(3),
-}
+CODECS = {"int8": fs.codecs.int8(), "int8 in blocks of 3": fs.codecs.int8(3)}
 AXES: list[dict[str, int]] = [{"shard": 1}, {"shard": 3}, {"shard": 3, "replicate": 2}, {"replicate": 3}]
 
 

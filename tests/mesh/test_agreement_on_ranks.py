@@ -130,10 +130,7 @@ def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis(mesh
         with fs.testing.count_collectives() as seen:
             layout = fs.plan(LINEAR, fs.init_mesh(axes))
         assert (seen.by_kind, seen.nbytes("exchange")) == cost
-        for source, expected in (
-            (LINEAR, cost),
-            (dict(LINEAR.named_parameters()), ({}, 0)),
-        ):
+        for source, expected in ((LINEAR, cost), (dict(LINEAR.named_parameters()), ({}, 0))):
             with fs.testing.count_collectives() as seen:
                 fs.shard(source, layout)
             assert (seen.by_kind, seen.nbytes("exchange")) == expected

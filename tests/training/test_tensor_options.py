@@ -37,10 +37,7 @@ def test_options_other_than_the_rate_are_in_the_optimizer_of_a_recorded_step_or_
     assert_trees_close(recorded(*args), step(*args))
 
 
-OPTIMIZERS = {
-    "adamw": fs.optimizer(torch.optim.AdamW),
-    "whole": fs.optimizer(torch.optim.Adafactor, whole=True),
-}
+OPTIMIZERS = {"adamw": fs.optimizer(torch.optim.AdamW), "whole": fs.optimizer(torch.optim.Adafactor, whole=True)}
 RATE = torch.tensor(0.1, dtype=torch.float64)
 PROGRAMS: list[Any] = [
     lambda after: after((RATE, 0.9)),
