@@ -24,6 +24,17 @@ def itself(x: Tensor) -> Tensor:
     return x
 
 
+class Calling(nn.Module):
+    """A model whose forward is ``call(model, *args)``: it has the parameters of the call, and FSDP2 gathers them."""
+
+    def __init__(self, model: nn.Module, call: Any) -> None:
+        super().__init__()
+        self.model, self._call = model, call
+
+    def forward(self, *args: Any, **batch: Tensor) -> Any:
+        return self._call(self.model, *args, **batch)
+
+
 @dataclass(frozen=True)
 class Task:
     """A model, a global batch of four rows or a multiple, and a loss of what the model returns.

@@ -14,18 +14,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from tests.referees.referee import Referee, Where
-from tests.referees.training import Task, parts, rows_of, trained, trained_by_fsdp2
-
-
-class Loss(nn.Module):
-    """A model of another library whose forward is ``loss(model, **batch)``: FSDP2 gathers what it computes with."""
-
-    def __init__(self, model: nn.Module, loss: Any) -> None:
-        super().__init__()
-        self.model, self._loss = model, loss
-
-    def forward(self, *args: Any, **batch: Tensor) -> Any:
-        return self._loss(self.model, *args, **batch)
+from tests.referees.training import Calling, Task, parts, rows_of, trained, trained_by_fsdp2
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -41,7 +30,7 @@ def tokens(length: int, seed: int = 1) -> Tensor:
 
 def zuko() -> nn.Module:
     flow = import_module("zuko").flows.NSF(3, transforms=2, hidden_features=(8, 8))
-    return Loss(flow, lambda flow, x: -flow().log_prob(x).mean())
+    return Calling(flow, lambda flow, x: -flow().log_prob(x).mean())
 
 
 def normflows() -> nn.Module:
@@ -50,7 +39,7 @@ def normflows() -> nn.Module:
     for mask in (torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0])):
         layers += [nf.flows.MaskedAffineFlow(mask, nf.nets.MLP([3, 8, 3]), nf.nets.MLP([3, 8, 3]))]
     flow = nf.NormalizingFlow(nf.distributions.DiagGaussian(3), layers)
-    return Loss(flow, lambda flow, x: flow.forward_kld(x))
+    return Calling(flow, lambda flow, x: flow.forward_kld(x))
 
 
 # Equations: derivatives by inputs, inside of the loss
@@ -67,7 +56,7 @@ def deepxde() -> nn.Module:
         dde.grad.clear()
         return (hessian + y.sin()).square().mean()
 
-    return Loss(dde.nn.FNN([1, 8, 8, 1], "tanh", "Glorot normal"), residual)
+    return Calling(dde.nn.FNN([1, 8, 8, 1], "tanh", "Glorot normal"), residual)
 
 
 def pina() -> nn.Module:
@@ -79,7 +68,7 @@ def pina() -> nn.Module:
         u.labels = ["u"]
         return (operator.laplacian(u, points, components=["u"], d=["x", "y"]).as_subclass(Tensor) - 1).square().mean()
 
-    return Loss(import_module("pina.model").FeedForward(2, 1, inner_size=8, n_layers=2), residual)
+    return Calling(import_module("pina.model").FeedForward(2, 1, inner_size=8, n_layers=2), residual)
 
 
 def neuralop() -> nn.Module:
@@ -88,7 +77,7 @@ def neuralop() -> nn.Module:
     )
     for p in filter(torch.is_complex, fno.parameters()):
         p.data = p.data.to(torch.complex128)
-    return Loss(fno, lambda net, x: (net(x) - x.square()).square().mean())
+    return Calling(fno, lambda net, x: (net(x) - x.square()).square().mean())
 
 
 # Force fields: derivatives by positions, inside of the loss
@@ -127,7 +116,7 @@ def torchmdnet() -> nn.Module:
         energy, forces = model(1 + KINDS.repeat(len(x)), x.flatten(0, 1).clone(), molecule_of_atoms(len(x)))
         return energy_and_forces(energy, forces, e, f)
 
-    return Loss(make(args), loss)
+    return Calling(make(args), loss)
 
 
 def nequip() -> nn.Module:
@@ -142,7 +131,7 @@ def nequip() -> nn.Module:
         out = model({**atoms, **graph})
         return energy_and_forces(out["total_energy"], out["forces"], e, f)
 
-    return Loss(model, loss)
+    return Calling(model, loss)
 
 
 def mace() -> nn.Module:
@@ -164,7 +153,7 @@ def mace() -> nn.Module:
         out = model({**atoms, **where, **shifts, "edge_index": edges, "cell": cells}, training=True)
         return energy_and_forces(out["energy"], out["forces"], e, f)
 
-    return Loss(modules.ScaleShiftMACE(**sizes, **layers, **kinds, **widths, **scale), loss)
+    return Calling(modules.ScaleShiftMACE(**sizes, **layers, **kinds, **widths, **scale), loss)
 
 
 # Others
@@ -176,7 +165,7 @@ def torch_geometric() -> nn.Module:
     def loss(net: Any, x: Tensor, y: Tensor) -> Tensor:
         return (net(x.flatten(0, 1), pairs(len(x))) - y.flatten(0, 1)).square().mean()
 
-    return Loss(gcn, loss)
+    return Calling(gcn, loss)
 
 
 def torchtitan(family: str, name: str) -> nn.Module:
@@ -191,7 +180,7 @@ def torchtitan(family: str, name: str) -> nn.Module:
     net = config.build()
     net.init_weights()
     loss = lambda net, x: nn.functional.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())  # noqa: E731
-    return Loss(net, loss)
+    return Calling(net, loss)
 
 
 def x_transformers() -> nn.Module:
@@ -199,14 +188,14 @@ def x_transformers() -> nn.Module:
     net = x.TransformerWrapper(
         num_tokens=20, max_seq_len=8, attn_layers=x.Decoder(dim=8, depth=2, heads=2, rotary_pos_emb=True)
     )
-    return Loss(x.AutoregressiveWrapper(net), lambda net, x: net(x))
+    return Calling(x.AutoregressiveWrapper(net), lambda net, x: net(x))
 
 
 def denoising() -> nn.Module:
     ddp = import_module("denoising_diffusion_pytorch")
     unet = ddp.Unet(8, dim_mults=(1, 2), channels=1, flash_attn=False)
     net = ddp.GaussianDiffusion(unet, image_size=8, timesteps=10)
-    return Loss(net, lambda net, x, t, noise: net.p_losses(x, t, noise=noise))
+    return Calling(net, lambda net, x, t, noise: net.p_losses(x, t, noise=noise))
 
 
 def open_clip() -> nn.Module:
@@ -216,7 +205,7 @@ def open_clip() -> nn.Module:
         {"layers": 1, "width": 16, "head_width": 8, "patch_size": 4, "image_size": 8},
         {"context_length": 6, "vocab_size": 20, "width": 16, "heads": 2, "layers": 1},
     )
-    return Loss(net, lambda net, image, text: package.ClipLoss()(*net(image, text)))
+    return Calling(net, lambda net, image, text: package.ClipLoss()(*net(image, text)))
 
 
 def sentence_transformers(loss: str, **options: Any) -> nn.Module:
@@ -225,14 +214,14 @@ def sentence_transformers(loss: str, **options: Any) -> nn.Module:
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     words = bert.BertModel(bert.BertConfig(**sizes, **none, intermediate_size=12), add_pooling_layer=False)
     embed = lambda words, f: {**f, "token_embeddings": words(f["input_ids"], f["attention_mask"])[0]}  # noqa: E731
-    layers = [Loss(words, embed), package.modules.Pooling(8)]
+    layers = [Calling(words, embed), package.modules.Pooling(8)]
     net = import_module("sentence_transformers").SentenceTransformer(modules=layers, device="cpu")
 
     def both(net: Any, **texts: Tensor) -> Tensor:
         features = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in texts.values()]
         return getattr(package.losses, loss)(net, **options)(features, torch.zeros(()))
 
-    return Loss(net, both)
+    return Calling(net, both)
 
 
 # What takes whole parameters

@@ -14,7 +14,7 @@ import functorch_shard as fs
 from tests.referees.programs.transformers import SINGLE, loss_of, text, tokens
 from tests.referees.programs.transformers import made as base
 from tests.referees.referee import Referee, Where, of_all
-from tests.referees.training import Task, rows_of, trained
+from tests.referees.training import Calling, Task, rows_of, trained
 
 
 def adapted(**options: Any) -> Any:
@@ -30,20 +30,12 @@ def adapted(**options: Any) -> Any:
     return model.double()
 
 
-class Disabled(nn.Module):
-    """The model within ``disable_adapter``."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.model.disable_adapter():
-            return self.model(x).logits
-
-
 def without_adapters(where: Where) -> dict[str, Any]:
-    model = Disabled(adapted())
+    def logits(model: Any, x: Tensor) -> Tensor:
+        with model.disable_adapter():
+            return model(x).logits
+
+    model = Calling(adapted(), logits)
     return {"each logits": rows_of(where, model, {"x": tokens()}, lambda p, x: functional_call(model, p, (x,)))}
 
 

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from tests.referees.referee import Referee, Where, of_all
-from tests.referees.training import Batch, Task, hessian_product, rows_of, trained
+from tests.referees.training import Batch, Calling, Task, hessian_product, rows_of, trained
 
 VOCABULARY, ROWS, LENGTH = 60, 4, 8
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -118,20 +118,10 @@ def task(name: str, batch: Any = text, checkpointing: bool = False, **options: A
     return Task(partial(made, name, **options), batch, loss_of, method, options.get("dtype", torch.float64))
 
 
-class Generating(nn.Module):
-    """``generate`` as the forward of a module, whose parameters ``functional_call`` replaces."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model.generate(x, max_new_tokens=5, do_sample=False, use_cache=True)
-
-
 def generated(where: Where) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Generating(made("Llama", use_cache=True, pad_token_id=0, eos_token_id=None, initializer_range=1.0).double())
+    llama = made("Llama", use_cache=True, pad_token_id=0, eos_token_id=None, initializer_range=1.0).double()
+    model = Calling(llama, lambda llama, x: llama.generate(x, max_new_tokens=5, do_sample=False, use_cache=True))
     prompts = {"x": tokens()[:, :3]}
     return {"each text": rows_of(where, model, prompts, lambda p, x: functional_call(model, p, (x,)))}
 
