@@ -55,8 +55,7 @@ def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(mes
 @on_each(gloo(2))
 def test_a_rank_that_is_ahead_in_forward_takes_no_memory_for_it(mesh: fs.Mesh) -> None:
     model = nn.Sequential(*(nn.Linear(120, 120) for _ in range(8)))
-    full = fs.gather(fs.shard(model, fs.plan(model, mesh, units=nn.Linear)))
-    x = torch.ones(120)
+    full, x = fs.gather(fs.shard(model, fs.plan(model, mesh, units=nn.Linear))), torch.ones(120)
     for i in range(8):
         time.sleep(0.05 * mesh.rank)
         x = linear(x, full[f"{i}.weight"], full[f"{i}.bias"])
