@@ -11,7 +11,6 @@ tensors in it is a list; torch, which writes a tuple as one value, does not find
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import add
 from typing import Any, NamedTuple
@@ -20,8 +19,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ..layout.buffers import Buffer, Slot, Unit
-from ..layout.layout import Layout, holders_of, shards_of_ranks
+from ..layout.buffers import Buffer, Slot
+from ..layout.layout import Layout, as_held, holders_of, shards_of_ranks
 from ..layout.trees import Sharded, is_number, rows_here
 from ..mesh.mesh import Mesh
 from ..sharding.gather import gather
@@ -70,10 +69,8 @@ class Leaf(NamedTuple):
         """The names and the whole value of each parameter, which is gathered; for another value its name with it."""
         x, gathered = self.value, dict[str, Any]()
         if self.buffer and self.layout and self.shard is not None:
-            slots = tuple(replace(slot, dtype=x.dtype) for slot in self.buffer.slots)  # a moment's may be another one
-            unit = Unit(self.buffer.key, (replace(self.buffer, slots=slots),))
-            layout = replace(self.layout, units=(unit,), aliases=())
-            gathered = gather(Sharded({unit.name: x.detach()}, layout), lazy=False)
+            shards = {self.buffer.key: x.detach()}
+            gathered = gather(Sharded(shards, as_held(self.layout, shards)), lazy=False)
         elif self.is_number:
             x = x[(0,) * x.ndim]
         for slot, names in self.parameters():

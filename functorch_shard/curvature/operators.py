@@ -20,7 +20,7 @@ from ..collectives.sinks import without_derivative
 from ..containers import is_array
 from ..errors import reject
 from ..layout.buffers import dtype_name
-from ..layout.layout import Layout, as_stored, rank_dims, select_buffers
+from ..layout.layout import Layout, as_held, rank_dims, select_buffers
 from ..layout.trees import Sharded, check_shards, map_items
 from ..mesh.agreement import value_lines
 from ..sharding.gather import gather
@@ -209,10 +209,10 @@ def to_vector(tree: Sharded) -> Tensor:
     layout = _vector_layout("to_vector", tree.layout)
     zero = torch.zeros((), device=layout.mesh.device)
     shards = {
-        key: (zero.expand(*rank_dims(layout), buffer.shard_numel) if tree[key] is None else tree[key]).to(buffer.dtype)
+        key: zero.expand(*rank_dims(layout), buffer.shard_numel) if tree[key] is None else tree[key]
         for key, buffer in layout.buffers.items()
     }
-    full, dtype = gather(Sharded(shards, as_stored(layout)), lazy=False), _vector_dtype(layout)
+    full, dtype = gather(Sharded(shards, as_held(layout, shards)), lazy=False), _vector_dtype(layout)
     return torch.cat([zero[None][:0].to(dtype), *(full[name].reshape(-1).to(dtype) for name in layout.slots)])
 
 

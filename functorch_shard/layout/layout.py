@@ -201,9 +201,15 @@ class _Schedules(dict[tuple[str, "torch.dtype | None"], Schedule]):
         return made
 
 
-def as_stored(layout: Layout) -> Layout:
-    """The same places, without mixed precision."""
-    return replace(layout, units=tuple(replace(unit, precision=MixedPrecision()) for unit in layout.units))
+def as_held(layout: Layout, shards: Mapping[str, Tensor]) -> Layout:
+    """The places of ``shards``, by the keys of their buffers, in the dtypes that they have; no mixed precision."""
+
+    def held(b: Buffer) -> Buffer:
+        return replace(b, slots=tuple(replace(slot, dtype=shards[b.key].dtype) for slot in b.slots))
+
+    layout = select_buffers(layout, {key: key in shards for key in layout.buffers})
+    units = (replace(u, buffers=tuple(map(held, u.buffers)), precision=MixedPrecision()) for u in layout.units)
+    return replace(layout, units=tuple(units))
 
 
 def select_buffers(layout: Layout, keep: Mapping[str, bool]) -> Layout:

@@ -19,7 +19,7 @@ from ..communication.backend import Axis, Issue, Work, wrap
 from ..communication.collective import Collective
 from ..communication.wrappers import skip
 from ..containers import opened, place
-from ..layout.layout import as_stored, select_buffers
+from ..layout.layout import as_held
 from ..layout.trees import Sharded, is_node
 from ..mesh.mesh import Mesh, simulated_mesh
 from ..running import RUN
@@ -149,9 +149,9 @@ def _whole_of(tree: Sharded) -> dict[str, Any]:
         for dim in range(num_axes) if key in numbers else copy_dims(layout.buffers[key], layout):
             copies = x.select(dim, 0).unsqueeze(dim).expand_as(x)
             assert_trees_close({f"copies of {key}": x}, {f"copies of {key}": copies}, rtol=0, atol=0)
-    layout = as_stored(select_buffers(layout, {key: key in kept and key not in numbers for key in tree}))
-    shards = {key: kept[key].to(buffer.dtype) for key, buffer in layout.buffers.items()}
-    return {**gather(Sharded(shards, layout), lazy=False), **{key: x.flatten()[0] for key, x in numbers.items()}}
+    shards = {key: x for key, x in kept.items() if key not in numbers}
+    full = gather(Sharded(shards, as_held(layout, shards)), lazy=False)
+    return {**full, **{key: x.flatten()[0] for key, x in numbers.items()}}
 
 
 @dataclass(frozen=True)

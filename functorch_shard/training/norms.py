@@ -17,7 +17,7 @@ from torch import Tensor
 from ..collectives.primitives import all_gather, pmax, psum, shared
 from ..communication.backend import Axis
 from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
-from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index
+from ..layout.layout import Layout, as_held, shard_axis, shard_index
 from ..layout.trees import Full, Sharded, check_sharded, check_shards, map_items
 from ..sharding.gather import gather
 from ..storage.memory_kind import stacked, to_memory_kind_of
@@ -301,11 +301,8 @@ def _shards(tree: Sharded) -> Iterator[tuple[Buffer, Tensor]]:
 
 def _whole(tree: Sharded) -> Full:
     """The whole parameters that count of a stacked tree, each once, without rank dims and padding."""
-    counted = _counted(tree)
-    layout = select_buffers(tree.layout, {key: key in counted for key in tree.layout.buffers})
-    # gradients may have low precision
-    shards = {key: tree[key].to(buffer.dtype) for key, buffer in layout.buffers.items()}
-    return gather(Sharded(shards, as_stored(layout)))
+    shards = {key: tree[key] for key in _counted(tree)}
+    return gather(Sharded(shards, as_held(tree.layout, shards)))
 
 
 def wide(x: Tensor) -> Tensor:

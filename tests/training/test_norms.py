@@ -182,6 +182,14 @@ def test_a_long_sum_in_float32_keeps_its_digits() -> None:
     assert_trees_close(fs.global_norm(tree), together, rtol=1e-6, atol=0)
 
 
+def test_outside_spmd_gradients_that_are_wider_than_parameters_are_not_rounded() -> None:
+    mesh, given = fs.simulated_mesh(3), {"w": torch.full((7,), 1e5)}
+    narrow = fs.plan({"w": torch.zeros(7, dtype=torch.float16)}, mesh, align_bytes=0)
+    tree = fs.Sharded(fs.shard(given, fs.plan(given, mesh, align_bytes=0)), narrow)
+    found = fs.global_norm(tree), fs.debug.param_norms(tree)["w"], fs.curvature.to_vector(tree)
+    assert_trees_close(found, (given["w"].norm(), given["w"].norm(), given["w"]), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("verb", [fs.global_norm, fs.debug.param_norms])
 def test_a_wrong_power_or_a_wrong_tree_is_refused(verb: Any) -> None:
     tree = sharded(fs.simulated_mesh(2))
