@@ -27,10 +27,11 @@ _DEPTH = 2  # objects inside of each other whose attributes are searched
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a call: their leaves, their structure, and the meshes of the trees among them."""
+    """The arguments of a call: their leaves, structure and keys of dicts, and the meshes of the trees among them."""
 
     leaves: Sequence[Any]
     treedef: Any
+    keys: Sequence[Any]  # as inserted; structures with keys in another order are equal
     meshes: tuple[Any, ...]
 
     @property
@@ -41,10 +42,15 @@ class Call:
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The call ``(*args, **kwargs)``."""
-    tree = opened((args, kwargs))
-    nodes = optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True)
-    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
-    return Call(leaves, treedef, tuple(node.layout.mesh for node in nodes if is_node(node)))
+    tree, keys, meshes = opened((args, kwargs)), list[Any](), list[Any]()
+
+    def visit(x: Any) -> bool:
+        meshes.extend([x.layout.mesh] if is_node(x) else ())
+        keys.extend(x if isinstance(x, dict) else ())
+        return False
+
+    leaves, treedef = optree.tree_flatten(tree, visit, none_is_leaf=True)
+    return Call(leaves, treedef, tuple(keys), tuple(meshes))
 
 
 def signature_of(call: Call, modules: Iterable[nn.Module]) -> Any:
@@ -54,7 +60,7 @@ def signature_of(call: Call, modules: Iterable[nn.Module]) -> Any:
     """
     first: dict[int, tuple[int, int]] = {}
     leaves = tuple(_of_leaf(x, i, first) for i, x in enumerate(call.leaves))
-    return call.treedef, leaves, _settings(), call.meshes, tuple(x.training for x in modules)
+    return call.treedef, call.keys, leaves, _settings(), call.meshes, tuple(x.training for x in modules)
 
 
 def _of_leaf(x: Any, i: int, first: dict[int, tuple[int, int]]) -> Any:
@@ -66,13 +72,16 @@ def _of_leaf(x: Any, i: int, first: dict[int, tuple[int, int]]) -> Any:
     return float if is_traced(x) else (type(x), x, *_attributes(x))
 
 
-def _attributes(x: Any) -> tuple[Any, ...]:
-    """The modes of a module; the attributes of another object that may change, where they have a hash."""
+def _attributes(x: Any, depth: int = _DEPTH) -> Sequence[Any]:
+    """The modes of a module; the attributes of another object and of objects in them, where they have a hash."""
     if isinstance(x, nn.Module):
         return tuple(inner.training for inner in x.modules())
-    if isinstance(x, (Static, type)) or callable(x):
-        return ()
-    return tuple((name, type(y), y) for name, y in getattr(x, "__dict__", {}).items() if is_hashable(y))
+    found = list[Any]()
+    if depth and not isinstance(x, (Static, type)):
+        for name, value in getattr(x, "__dict__", {}).items():
+            leaves, treedef = optree.tree_flatten(value, none_is_leaf=True)
+            found += [name, treedef, *((type(y), y, _attributes(y, depth - 1)) for y in leaves if is_hashable(y))]
+    return tuple(found)
 
 
 def _settings() -> Any:

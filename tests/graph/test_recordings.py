@@ -49,17 +49,26 @@ def test_the_ninth_recording_warns() -> None:
 class Scale:
     factor: float
 
+    def __init__(self, *inside: Any) -> None:
+        self.inside = {"here": [*inside]}
+
 
 def test_the_modes_of_modules_and_attributes_of_arguments_are_part_of_what_is_recorded() -> None:
-    dropout, scale, x = nn.Dropout(0.5), Scale(), torch.ones(64)
+    dropout, scale, x = nn.Dropout(0.5), Scale(Scale()), torch.ones(64)
     of_closure = fs.compile(lambda x: dropout(x), backend="replay")
-    of_argument = fs.compile(lambda x, layer, scale: layer(x) * scale.factor, backend="replay")
+    of_argument = fs.compile(lambda x, layer, scale: layer(x) * scale.inside["here"][0].factor, backend="replay")
     for training, factor in ((False, 1), (True, 1), (False, 3), (False, 1)):
         dropout.train(training)
-        scale.factor = factor
+        scale.inside["here"][0].factor = factor
         for result in (of_closure(x), of_argument(x, dropout, scale) / factor):
             assert bool((result == x).all()) is not training
     assert (len(of_closure.schedules), len(of_argument.schedules)) == (2, 3)
+
+
+def test_dicts_with_keys_in_another_order_have_recordings_of_their_own() -> None:
+    compiled = fs.compile(lambda x: next(iter(x.values())) - x["b"], backend="replay")
+    one, three = torch.tensor(1.0), torch.tensor(3.0)
+    assert (compiled({"a": one, "b": three}), compiled({"b": three, "a": one})) == (-2, 0)
 
 
 def test_grad_mode_and_autocast_around_a_call_have_recordings_of_their_own() -> None:
