@@ -79,7 +79,7 @@ def gather(
         A ``Full``, a dict name -> tensor on the mesh's device, in the source's order: lazy tensors, or copies, each in
         memory of its own. What was planned as a ``DTensor`` is one again, around this rank's part, and its gradient
         comes back in its placements. Outside ``spmd`` a stacked tree of simulated ranks gives whole parameters without
-        rank dims; there its gradient is that of every rank returning the same value.
+        rank dims; its gradient is that of one value for all ranks, with ``reduction="sum"`` too.
 
     Raises:
         TypeError: ``params`` is not a ``Sharded``, ``dtype`` is not a floating-point one, or ``codec`` is not a
@@ -297,7 +297,7 @@ class _Join(Function):
 def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = False) -> Tensor:
     """The exact derivative ``x`` by a shard, summed over copies and divided by the number of ranks.
 
-    Outside of ``spmd`` all ranks return one value, and copies are dims. ``in_place``: a reduction made ``x``, which is
+    Outside of ``spmd`` there is one value, and copies are dims. ``in_place``: a reduction made ``x``, which is
     overwritten, as fresh memory costs as much as the division.
     """
     # by the unit's policy: x has the dtype that it is carried or returned in, and not that it was computed in
