@@ -18,10 +18,6 @@ HYBRID = {"replicate": 2, "shard": 2}
 close = partial(assert_rank_invariant, rtol=0, atol=1e-12)
 
 
-def size_of(mesh: fs.Mesh) -> Any:
-    return {"same": 1, "sizes": [mesh.size]}
-
-
 def on_this_rank(axes: Any, program: Any) -> None:
     close(program, [1, fs.init_mesh(axes)])
 
@@ -58,7 +54,7 @@ def test_a_mutant_is_noticed_on_real_ranks() -> None:
 
 
 def test_the_first_mesh_that_differs_and_its_leaves_are_named_with_the_difference() -> None:
-    lines = failure(size_of, [1, 1, {"a": 3}, 2]).splitlines()
+    lines = failure(lambda mesh: {"same": 1, "sizes": [mesh.size]}, [1, 1, {"a": 3}, 2]).splitlines()
     assert lines[0] == "assert_rank_invariant: on Mesh(a=3, simulated, cpu), unlike Mesh(shard=1, simulated, cpu):"
     assert lines[1:] == ["1 leaf differs:", "  ['sizes'][0]: got 3, expected 1"]
     assert "Absolute difference: 1.0" in failure(lambda mesh: {"w": torch.tensor(float(mesh.size))}, [2, 3])

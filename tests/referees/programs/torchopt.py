@@ -36,17 +36,16 @@ def loss_of(full: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(functional_call(MODEL, full, (x,)), y)
 
 
+def after_steps(optimizer: Any, number: int, params: Any, loss: Any, grad: Any) -> Any:
+    state = optimizer.init(params)
+    for _ in range(number):
+        updates, state = optimizer.update(grad(loss)(params), state, params=params, inplace=False)
+        params = import_module("torchopt").apply_updates(params, updates, inplace=False)
+    return params
+
+
 def optimized(where: Where, kind: str) -> dict[str, Any]:
-    library = import_module("torchopt")
-    optimizer = getattr(library, kind)(**OPTIMIZERS[kind])
-
-    def trained(params: Any, loss: Any, grad: Any) -> Any:
-        state = optimizer.init(params)
-        for _ in range(3):
-            updates, state = optimizer.update(grad(loss)(params), state, params=params, inplace=False)
-            params = library.apply_updates(params, updates, inplace=False)
-        return params
-
+    trained = partial(after_steps, getattr(import_module("torchopt"), kind)(**OPTIMIZERS[kind]), 3)
     return {"parameters": whole_of(where, made(), batch(), loss_of, trained)}
 
 
@@ -77,17 +76,8 @@ def meta(where: Where) -> dict[str, Any]:
 
 def maml(where: Where) -> dict[str, Any]:
     """The gradient through two functional steps of the library, on shards."""
-    library = import_module("torchopt")
-    inner = library.sgd(lr=0.3)
-
-    def after_steps(params: Any, loss: Any, grad: Any) -> Tensor:
-        state = inner.init(params)
-        for _ in range(2):
-            updates, state = inner.update(grad(loss)(params), state, params=params, inplace=False)
-            params = library.apply_updates(params, updates, inplace=False)
-        return loss(params)
-
-    gradient = lambda p, loss, grad: grad(lambda p: after_steps(p, loss, grad))(p)  # noqa: E731
+    inner = import_module("torchopt").sgd(lr=0.3)
+    gradient = lambda p, loss, grad: grad(lambda p: loss(after_steps(inner, 2, p, loss, grad)))(p)  # noqa: E731
     return {"gradients": whole_of(where, made(), batch(), loss_of, gradient)}
 
 
