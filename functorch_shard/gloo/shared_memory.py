@@ -108,8 +108,8 @@ class SharedMemory:
                 return place
         free = {place: length for place, (_, length, freed) in enumerate(entries) if all(freed)}
         near = {place: length for place, length in free.items() if length <= 4 * nbytes}  # larger ones are left idle
-        fit = lambda place: (near[place] < nbytes, abs(near[place] - nbytes), -entries[place][0])  # noqa: E731
-        place = min(near, key=fit, default=len(entries))  # of equal ones what was used last: others give memory back
+        # Of equal ones the first: each step takes them in one order, and none waits so long that it gives memory back.
+        place = min(near, key=lambda place: (near[place] < nbytes, abs(near[place] - nbytes)), default=len(entries))
         length = max(free.pop(place, 0), nbytes)
         os.pwrite(self.file, self._entry.pack(number, length, bytes(self._size)), self._entry_of(place))
         os.pwrite(self.file, _COUNT.pack(max(place + 1, len(entries))), 0)

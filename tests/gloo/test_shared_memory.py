@@ -86,7 +86,7 @@ def test_a_region_is_taken_again_when_every_rank_has_freed_the_result_and_no_ear
         del again, other
         [gathered(ranks, 4), gathered(ranks, 5)].clear()
         gathered(ranks, 6)
-        assert owners(ranks[0]) == [4, 6]  # of equal ones the last used
+        assert owners(ranks[0]) == [6, 5]  # of equal ones the first, as in the step before
 
 
 def test_regions_that_are_used_in_turn_keep_their_memory_and_others_give_it_back() -> None:
