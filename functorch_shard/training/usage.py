@@ -92,11 +92,14 @@ class OwnRefused(TorchFunctionMode):
     used: frozenset[int]  # ids, and no tensors: asynchronous collectives keep the modes they were started under
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given: Any = args, kwargs
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in optree.tree_leaves(result)):
-            for x in optree.tree_leaves(given):
-                if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.used:
-                    what = f"a module's own parameter of shape {tuple(x.shape)}, {x.dtype}, which forward did not use"
-                    raise RuntimeError(f"grad: backward differentiates {what}. {_LATE}")
+        given: Any = (args, kwargs) if torch.is_grad_enabled() else ()
+        leaves = optree.tree_leaves(given)
+        own = [x for x in leaves if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.used]
+        result: Any = own  # torch.utils.checkpoint ends a recomputation by an error in the last operator that saves
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            if own and any(getattr(x, "requires_grad", False) for x in optree.tree_leaves(result)):
+                what = f"a module's own parameter of shape {tuple(own[0].shape)}, {own[0].dtype}"
+                raise RuntimeError(f"grad: backward differentiates {what}, which forward did not use. {_LATE}")
         return result

@@ -60,7 +60,7 @@ class Late(nn.Module):
     def __init__(self, recurrent: bool = True, how: Callable[..., Tensor] = lambda module, x: module(x)) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.front = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh())
+        self.front = nn.Sequential(nn.Tanh(), nn.Linear(3, 4))  # checkpoint stops inside of the one with parameters
         self.rnn, self.how = Recurrent(4, 4, 2) if recurrent else nn.Identity(), how
         self.head = nn.Linear(4, 2)
         self.double()
