@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging  # pyright: igno
 import functorch_shard as fs
 
 LR, SEED = 3e-3, 0
+EPS = 1e-6  # transformers computes norms in float32: AdamW's own 1e-8 makes steps of the rounding of small gradients
 
 
 def fine_tune(mesh: fs.Mesh, config: LlamaConfig, batches: list[Tensor], folder: Path) -> Any:
@@ -30,7 +31,7 @@ def fine_tune(mesh: fs.Mesh, config: LlamaConfig, batches: list[Tensor], folder:
     model.gradient_checkpointing_enable()
     layout = fs.plan(model, mesh)
     params, buffers = fs.init(model, layout, seed=SEED, init=model._init_weights)
-    opt = fs.optimizer(torch.optim.AdamW, lr=LR)
+    opt = fs.optimizer(torch.optim.AdamW, lr=LR, eps=EPS)
 
     @mesh.spmd(out_dims=(0, 0, None))
     def train_step(params: fs.Sharded, state: Any, buffers: Any, tokens: Tensor) -> Any:
@@ -54,7 +55,7 @@ def fine_tune_unsharded(config: LlamaConfig, batches: list[Tensor]) -> tuple[Lla
     torch.manual_seed(SEED)
     with torch.no_grad():
         model.apply(model._init_weights)
-    return model, train_unsharded(model, lambda x: model(input_ids=x, labels=x).loss, batches, LR)[1]
+    return model, train_unsharded(model, lambda x: model(input_ids=x, labels=x).loss, batches, LR, EPS)[1]
 
 
 def main() -> None:

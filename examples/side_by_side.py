@@ -85,9 +85,11 @@ def train(mesh: fs.Mesh, params: fs.Sharded, gradient: Callable[..., Any], parts
     return params, torch.stack(losses), seen
 
 
-def train_unsharded(model: torch.nn.Module, loss_of: Callable[[Any], Tensor], batches: Sequence[Any], lr: float) -> Any:
+def train_unsharded(
+    model: torch.nn.Module, loss_of: Callable[[Any], Tensor], batches: Sequence[Any], lr: float, eps: float = 1e-8
+) -> Any:
     """The same in plain torch, of ``loss_of(batch)``: what was trained, and losses."""
-    opt, losses = torch.optim.AdamW(model.parameters(), lr=lr), []
+    opt, losses = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps), []
     for batch in batches:
         loss = loss_of(batch)
         opt.zero_grad()
