@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 
-# Features: imported on first use, since the core does not need them. tests/project/test_core.py lists the core.
+# Features: imported on first use, since the core does not need them. tests/project/test_architecture.py lists them.
 _ON_FIRST_USE = {
     ".graph": ("Compiled", "compile"),
     ".initialization": ("init",),

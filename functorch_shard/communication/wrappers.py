@@ -96,8 +96,7 @@ def skip(*kinds: str) -> Callable[[Axis], Axis]:
     in the place of each, so indices stay valid. What ``plan`` compares between ranks is still sent.
 
     Args:
-        kinds: such as ``"all_gather"``. Gradients are reduced by ``"psum_scatter"``, between replicas by ``"psum"``,
-            and encoded ones by ``"all_to_all"``.
+        kinds: such as ``"all_gather"``. Gradients are reduced by ``"psum_scatter"``, between replicas by ``"psum"``.
 
     Returns:
         A function from an axis to the same ranks, which passes everything else on.

@@ -43,7 +43,7 @@ def compile(step: Callable[..., Any], *, backend: str | Backend = "inductor") ->
 
     Tensors and floats in the arguments are inputs of the graph; everything else (integers, strings, dtypes, structure,
     shapes, attributes of objects, the modes of modules) is fixed in it, and another value is recorded anew, with a
-    warning from the ninth on. What the step reads from outside is fixed too, and another value is not seen, except the
+    warning at the ninth. What the step reads from outside is fixed too, and another value is not seen, except the
     modes of modules: Python runs at a recording alone. Tensors that the step closes over are read and written at each
     call.
 

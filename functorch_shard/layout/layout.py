@@ -31,11 +31,11 @@ from .precision import MixedPrecision, buffer_dtypes, divide_factors
 class Layout(Static):
     """All units of a model for given axis sizes: the static part of every ``Sharded`` and ``Full``.
 
-    Made by :func:`plan`. Frozen and hashable; two layouts are equal if every parameter has the same place in both, on
-    any mesh. ``print(layout)`` shows a table. ``axes`` are the mesh's names and sizes; an axis that the mesh does not
-    have, for example ``replicate_axis``, has size 1. Several shard axes are one name, ``"dp,cp"``. ``aliases`` maps
-    further names of tied parameters to the first. ``virtual_ranks``: of a program with the same bits on any number of
-    ranks, 0 for others.
+    Made by :func:`plan`. Frozen and hashable; two layouts are equal if every parameter has the same place and options
+    in both, on any mesh. ``print(layout)`` shows a table. ``axes`` are the mesh's names and sizes; an axis that the
+    mesh does not have, for example ``replicate_axis``, has size 1. Several shard axes are one name, ``"dp,cp"``.
+    ``aliases`` maps further names of tied parameters to the first. ``virtual_ranks``: of a program with the same bits
+    on any number of ranks, 0 for others.
     """
 
     units: tuple[Unit, ...]

@@ -241,10 +241,10 @@ class Mesh(Static):
 
     @property
     def rank(self) -> int:
-        """This process's rank on a real mesh, in row-major order of the axes; 0 on a simulated one.
+        """This process's rank on a real mesh, in row-major order of the axes; 0 outside ``spmd`` of a simulated one.
 
         Raises:
-            RuntimeError: inside ``spmd`` on simulated ranks, as :attr:`coordinate`.
+            RuntimeError: inside ``spmd`` on batched ranks, as :attr:`coordinate`.
         """
         rank = 0
         for axis, index in zip(self._axes, self.coordinate, strict=True):
@@ -253,10 +253,10 @@ class Mesh(Static):
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """This process's position on each axis of a real mesh; zeros on a simulated one.
+        """This process's position on each axis of a real mesh; zeros outside ``spmd`` of a simulated one.
 
         Raises:
-            RuntimeError: inside ``spmd`` on simulated ranks, where one run is every rank, and none has a number that
+            RuntimeError: inside ``spmd`` on batched ranks, where one run is every rank, and none has a number that
                 Python could see. ``fs.collectives.axis_index(mesh)`` is the rank as a tensor, on real ranks too.
         """
         if self.is_simulated and self.in_spmd:
@@ -361,7 +361,7 @@ def simulated_mesh(
         device: where ``shard`` puts values; torch's default device unless given.
         kind: how ``spmd`` runs a function. ``"batched"``: once, under a vmap over the ranks, which is fast, and
             refuses what a vmap cannot do. ``"sequential"``: once for each rank, one after the other, with the numbers
-            of real ranks: any program runs. Ranks are threads: they share modules, torch's settings, other objects.
+            of real ranks: that runs too. Ranks are threads: they share modules, torch's settings, other objects.
             ``bind(model, params)`` is a module of one rank; a collective inside of ``functional_call`` is refused.
 
     Raises:

@@ -59,8 +59,8 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
 
     Cost:
         The memory of the shards. Of a mapping no collectives. Of a module on several real ranks its values are read
-        once, and there is one all-gather of a 32-byte digest per axis: all ranks have to call this. With ``from_rank``:
-        one broadcast per buffer and axis; each rank has two whole buffers more at a time.
+        once, and there is one all-gather of a 32-byte digest per axis: all ranks have to call this. With ``from_rank``
+        also one broadcast per buffer and axis; each rank has two whole buffers more at a time.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
