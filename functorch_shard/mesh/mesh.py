@@ -310,6 +310,7 @@ class Mesh(Static):
 
         Raises:
             ValueError: the device mesh has no ``mesh_dim_names``.
+            NotImplementedError: its ranks are not ascending along an axis, as a process group counts them.
         """
         names, coordinate = device_mesh.mesh_dim_names, device_mesh.get_coordinate()
         if names is None or coordinate is None:
@@ -317,6 +318,9 @@ class Mesh(Static):
                 "Mesh.from_device_mesh: expected a device mesh with mesh_dim_names that contains this rank, got "
                 f"{device_mesh}. Pass mesh_dim_names=('shard',) or ('replicate', 'shard') to init_device_mesh."
             )
+        ranks = device_mesh.mesh
+        if any((ranks.diff(dim=dim) < 0).any() for dim in range(ranks.ndim)):  # a process group counts in this order
+            raise NotImplementedError(f"Mesh.from_device_mesh: ranks {ranks.tolist()}: expected ascending on each axis")
         sizes, device = device_mesh.shape, with_index(torch.device(device_mesh.device_type))
         places = zip(names, coordinate, sizes, strict=True)
         axes = [group_axis(name, device_mesh.get_group(name), rank, size, device) for name, rank, size in places]

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import functorch_shard as fs
 from functorch_shard import collectives
 from functorch_shard.testing import assert_trees_close
 from tests.support.models import awkward, loss_of
 from tests.support.programs import PROGRAMS, on_rank, on_rows
-from tests.support.ranks import Ranks, gloo, rows_of, simulated
+from tests.support.ranks import Ranks, gloo, on_each, rows_of, simulated
 from tests.support.refusals import refused
 
 FOUR = {"dp": 2, "cp": 2}
@@ -90,6 +91,12 @@ def trained(mesh: fs.Mesh, shard_axis: Any, how: str) -> Any:
 def test_training_over_joint_axes_is_that_over_one(how: str, ranks: Ranks) -> None:
     one = Ranks({"replicate": ranks.axes.get("replicate", 1), "shard": 4})
     assert_trees_close(ranks.run(trained, NAMES, how)[0], one.once(trained, "shard", how)[0], rtol=1e-9, atol=1e-9)
+
+
+@on_each(gloo(2))
+def test_ranks_that_a_process_group_counts_in_another_order_are_refused(mesh: fs.Mesh) -> None:
+    turned = DeviceMesh("cpu", [*reversed(range(mesh.size))], mesh_dim_names=("shard",))
+    assert "ranks [1, 0]: expected ascending on each axis" in refused(fs.Mesh.from_device_mesh, turned)
 
 
 def test_what_is_no_joint_axis_is_refused() -> None:
