@@ -184,7 +184,8 @@ def _of_buffer(leaf: Leaf, buffer: Buffer, layout: Layout, x: Tensor, participan
                 shape, origin = spec.shape, spec.part_at(meshes[spec.axes].coordinate)[1]
             # what several ranks of a tensor axis have is written by its first one
             is_first = not any(i for axis, i in coordinate.items() if spec is None or axis not in spec.cut_over)
-            writes = is_first and holders[slot.index % len(holders)] == rank
+            # and of copies that may differ the first one has all
+            writes = is_first and holders[slot.index % len(holders) if layout.copies_are_equal else 0] == rank
             for region in regions(slot.shape, part.start, part.numel):
                 values = row[at : at + region.numel].view(region.sizes)
                 at += region.numel

@@ -98,6 +98,11 @@ class Layout(Static):
         return self.num_shards * self.axis_size(self.replicate_axis)
 
     @cached_property
+    def copies_are_equal(self) -> bool:
+        """Whether ranks with the same shard have the same values; without a mean over them they may have their own."""
+        return self.num_ranks == prod(dict(self.axes).values())
+
+    @cached_property
     def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:
         """The meshes that the DTensors of this layout are distributed over, by names and sizes of their axes."""
         every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}

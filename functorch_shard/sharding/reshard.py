@@ -121,10 +121,11 @@ def copy_plan(old: Layout, new: Layout, old_ranks: Sequence[int] = ()) -> Iterat
                 shard, offset = divmod(slot.offset + start, buffer.shard_numel)
                 numel = min(slot.numel - start, source.shard_numel - source_offset, buffer.shard_numel - offset)
                 sources = holders[source_shard]
-                for rank in takers[shard]:
+                for i, rank in enumerate(takers[shard]):
                     own = old_ranks[rank] if old_ranks else rank
-                    source_rank = own if own in sources else sources[rank % len(sources)]
-                    yield Copy(source.key, source_rank, source_offset, buffer.key, rank, offset, numel)
+                    if own not in sources or not old.copies_are_equal:
+                        own = sources[i * len(sources) // len(takers[shard])]  # of all parameters the same copy
+                    yield Copy(source.key, own, source_offset, buffer.key, rank, offset, numel)
                 start += numel
 
 

@@ -179,6 +179,19 @@ def test_copies_are_written_once_by_one_rank_or_another(tmp_path: Path) -> None:
     assert len(list((tmp_path / "many").glob("*.distcp"))) == 6
 
 
+def test_workers_that_train_apart_are_not_mixed(tmp_path: Path) -> None:
+    """In another layout each keeps its values; a checkpoint has those of the first one."""
+    mesh, model = fs.simulated_mesh({"worker": 2, "shard": 2}), awkward()
+    old, new = (fs.plan(model, mesh, units=units, replicate_axis=None) for units in (1, 10**9))
+    own = fs.shard(model, old)
+    own = fs.Sharded({key: x * torch.tensor([1, 2]).view(2, 1, 1).to(x.dtype) for key, x in own.items()}, old)
+    of_workers = mesh.spmd(lambda params: dict(fs.gather(params)))
+    assert_trees_close(of_workers(fs.reshard(own, new)), of_workers(own), rtol=0, atol=0)
+    save(tmp_path / "x", {"model": own})
+    loaded = of_workers(load(tmp_path / "x", {"model": fs.shard(model, new)})["model"])
+    assert_trees_close(loaded, {name: x[:1].expand_as(x) for name, x in of_workers(own).items()}, rtol=0, atol=0)
+
+
 # whole, or not there
 
 
