@@ -138,7 +138,10 @@ def hessian(fn: Callable[..., Tensor], argnums: int = 0, *, chunk_size: int | No
     """
 
     def whole_gradient(*args: Any, **kwargs: Any) -> Full:
-        return gather(partition(grad(fn, argnums)(*args, **kwargs))[0], lazy=False)
+        whole = gather(partition(grad(fn, argnums)(*args, **kwargs))[0], lazy=False)
+        # it is the same on every rank, which counts once also where jacfwd adds up
+        copies = whole.layout.num_ranks if whole.layout.reduction == "sum" else 1
+        return map_items(lambda _, x: x / copies, whole)
 
     return jacfwd(whole_gradient, argnums, chunk_size=chunk_size)
 

@@ -76,7 +76,7 @@ def with_whole_columns(trees: list[fs.Sharded]) -> dict[str, Tensor]:
 
 
 WAYS = [("jacrev", None, "mean"), ("jacrev", 2, "mean"), ("hessian", 7, "mean"), ("jacfwd", None, "mean")]
-WAYS += [("jacrev", None, "sum"), ("jacfwd", None, "sum")]
+WAYS += [("jacrev", None, "sum"), ("jacfwd", None, "sum"), ("hessian", None, "sum")]
 
 
 @pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)
