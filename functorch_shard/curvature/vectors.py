@@ -58,7 +58,7 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
         for key, buffer in layout.buffers.items():
             x, y = a[key], b[key]
             if buffer.differentiable and x is not None and y is not None:
-                x = without_padding(x, buffer, shard_index(buffer, layout))
+                x, y = (without_padding(each, buffer, shard_index(buffer, layout)) for each in (x, y))
                 yield buffer, wide(x).conj() * wide(y)
 
     kind = Norm(1)
