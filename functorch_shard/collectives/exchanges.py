@@ -197,7 +197,7 @@ def broadcast(x: Tree, axis: Over, /, from_rank: int) -> Tree:
         raise ValueError(f"broadcast: from_rank: got {from_rank}, expected a rank of 0 to {one.size - 1}")
     check("broadcast", x)
     if one.size == 1:
-        return x
+        return on_leaves(torch.clone, x)
     is_elsewhere = axis_index(one) != from_rank
     linear = LinearMap(one, "broadcast", "psum", source=from_rank)
     return on_leaves(lambda x: linear_map_of(x.masked_fill(is_elsewhere.to(x.device), 0), linear), x)

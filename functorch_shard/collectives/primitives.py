@@ -251,6 +251,8 @@ def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = N
     def on_leaf(x: Tensor) -> Tensor:
         if x.dtype == torch.bool and kind in ("psum", "psum_scatter"):  # on one rank too
             x = x.to(torch.int64)
+        if not axes:
+            return x.clone()  # as with several ranks, a value of its own
         function = Maximum if kind == "pmax" else Linear
         for one in reversed(axes) if kind == "all_gather" else axes:
             from_last = 0 if dim is None else dim % x.ndim - x.ndim

@@ -109,6 +109,7 @@ def test_an_axis_of_one_rank_sends_nothing() -> None:
             got = getattr(fs.collectives, verb)(x, mesh, **how)
         assert torch.equal(got, reference.COLLECTIVES[verb]([x], how or 0)[0])
         assert seen.total == 0
+        assert got.data_ptr() != x.data_ptr()  # so that a program may write to it, as on several ranks
     assert axis_index(fs.init_mesh()).item() == 0
     with torch.device("meta"):  # what is made without a device has no values
         assert axis_index(fs.init_mesh()).item() == 0
