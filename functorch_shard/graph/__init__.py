@@ -42,10 +42,10 @@ def compile(step: Callable[..., Any], *, backend: str | Backend = "inductor") ->
     ``"cudagraphs"`` results are bitwise those of ``step``; a compiler rounds differently.
 
     Tensors and floats in the arguments are inputs of the graph; everything else (integers, strings, dtypes, structure,
-    shapes, attributes of objects, the modes of modules) is fixed in it, and another value is recorded anew, with a
-    warning at the ninth. What the step reads from outside is fixed too, and another value is not seen, except the
-    modes of modules: Python runs at a recording alone. Tensors that the step closes over are read and written at each
-    call.
+    shapes, the modes of modules, attributes of other objects) is fixed in it, and another value is recorded anew, with
+    a warning at the ninth. What the step reads from outside is fixed too, and another value is not seen, except the
+    modes of modules that it or a function of its file names: Python runs at a recording alone. Tensors that the step
+    closes over are read and written at each call.
 
     Backends of real ranks (:meth:`Mesh.with_backend`) see the collectives of each call; those of simulated ranks see a
     recording alone, since their collectives are arithmetic.

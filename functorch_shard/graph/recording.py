@@ -81,11 +81,12 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
         found[:] = structure, outputs
         return [x for x, output in zip(results, outputs, strict=True) if output is COMPUTED]
 
-    outside = memory_outside(fn)
+    outer = [fn, *(x for x in call.leaves if isinstance(x, torch.nn.Module))]
+    outside = memory_outside(outer)
 
     def left() -> Iterator[tuple[str, Tensor]]:
         """What was assigned outside, and is not in memory that was there before."""
-        return (each for memory, tensors in memory_outside(fn).items() if memory not in outside for each in tensors)
+        return (each for memory, tensors in memory_outside(outer).items() if memory not in outside for each in tensors)
 
     try:
         graph = trace(flat, fakes, for_compiler, left)

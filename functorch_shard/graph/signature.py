@@ -108,12 +108,13 @@ def refusal(x: Any) -> str:
     return ""
 
 
-def memory_outside(fn: Callable[..., Any]) -> dict[int, list[tuple[str, Tensor]]]:
-    """The tensors that ``fn`` reaches besides its arguments, with the names of their variables, by their memory."""
+def memory_outside(fn: Any) -> dict[int, list[tuple[str, Tensor]]]:
+    """The tensors, buffers of modules too, that ``fn`` reaches besides its arguments, by memory, with their names."""
     found: dict[int, list[tuple[str, Tensor]]] = {}
     for name, x in reached(fn, _DEPTH):
-        if type(x) in (Tensor, nn.Parameter, FakeTensor) and x.layout == torch.strided:
-            found.setdefault(identity_of_storage(x), []).append((name, x))
+        for each, y in x.named_buffers(name) if isinstance(x, nn.Module) else [(name, x)]:
+            if type(y) in (Tensor, nn.Parameter, FakeTensor) and y.layout == torch.strided:
+                found.setdefault(identity_of_storage(y), []).append((each, y))
     return found
 
 

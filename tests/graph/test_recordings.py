@@ -288,6 +288,20 @@ def test_variables_of_a_closure_and_of_the_module_are_found_too() -> None:
         fs.compile(step, backend="replay")(torch.ones(2))
     with pytest.raises(NotImplementedError, match="The step assigns LAST"):
         fs.compile(assigns_a_global, backend="replay")(torch.ones(2))
+    module = nn.Sequential(Scaled())
+    for assigns, args in ((lambda x: module(x), ()), (lambda module, x: module(x), (module,))):
+        with pytest.raises(NotImplementedError, match=r"The step assigns .*0\.scale"):
+            fs.compile(assigns, backend="replay")(*args, torch.ones(2))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = (self.scale + x.abs().mean()) / 2
+        return x / self.scale
 
 
 def assigns_a_global(x: Tensor) -> Tensor:
