@@ -204,7 +204,8 @@ def _identity(tensor: Tensor) -> object:
         memory = identity_of_storage(part)
     except NotImplementedError:  # a tensor inside a transform
         return id(tensor)
-    return memory, part.storage_offset(), part.shape, part.stride(), part.dtype, form_of(tensor)
+    signs = part.is_conj(), part.is_neg()
+    return memory, part.storage_offset(), part.shape, part.stride(), part.dtype, signs, form_of(tensor)
 
 
 def _is_parameter(x: Tensor) -> bool:

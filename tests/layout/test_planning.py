@@ -93,6 +93,8 @@ def test_views_of_one_memory_are_tied_only_when_they_are_one_tensor() -> None:
     assert fs.plan({"a": x, "b": x[:2], "c": x.t(), "d": x.view(2, 8)}, MESH).aliases == ()
     assert fs.plan({"a": x, "b": x.detach()}, MESH).aliases == (("b", "a"),)
     assert fs.plan({"a": torch.zeros(0), "b": torch.zeros(0)}, MESH).aliases == ()
+    z = torch.zeros(2, dtype=torch.complex64)
+    assert fs.plan({"a": z, "b": z.conj()}, MESH).aliases == ()
 
 
 def test_a_plan_can_be_made_inside_a_transform() -> None:
