@@ -60,7 +60,7 @@ class Part:
 
     @cached_property
     def is_sharded(self) -> bool:
-        return all(buffer.num_shards > 1 for buffer in self.buffers)
+        return any(buffer.num_shards > 1 for buffer in self.buffers)
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
