@@ -189,10 +189,11 @@ class _Argument:
 
     @staticmethod
     def of(arg: Any, i: int) -> _Argument:
-        nodes, treedef = optree.tree_flatten(_open(arg), is_leaf=is_node, none_is_leaf=True)
+        tree = _open(arg)
+        nodes, treedef = optree.tree_flatten(tree, is_leaf=is_node, none_is_leaf=True)
         leaves = [leaf for node in nodes for leaf in _leaves_of(node)]
         if not all(isinstance(leaf.value, Tensor) for leaf in leaves):
-            refuse_opaque("grad", optree.tree_unflatten(treedef, nodes), f"args[{i}]")
+            refuse_opaque("grad", tree, f"args[{i}]")
         return _Argument(i, nodes, treedef, leaves)
 
     @property

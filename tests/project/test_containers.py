@@ -125,6 +125,7 @@ def test_attributes_other_than_the_data_are_kept_and_what_is_split_stays_as_it_i
     assert given.x is X
     batch = MESH.split(Batch(X, Y, name="test"))
     assert (batch.name, batch.rows, batch.y.shape) == ("test", 4, (2, 2))
+    assert torch.equal(fs.grad(lambda batch: batch.x.square().sum())(Batch(X, Y)).x, 2 * X)
 
 
 ARRAY = pytest.importorskip("numpy").zeros((4, 3))
