@@ -116,7 +116,7 @@ class Linear(Function):
 
 
 def linear_map_of(x: Tensor, linear: LinearMap) -> Tensor:
-    """``linear`` of ``x``, which on one rank is ``x``."""
+    """``linear`` of ``x``, which on one rank is a copy."""
     return Linear.apply(x, *linear.axis.backend.place(), linear) if linear.axis.size > 1 else x.clone()
 
 
