@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +24,7 @@ from tests.sharding.test_reshard_exchange import OPTIONS
 from tests.support.checkpoints import FSDP2, Ours, files_of
 from tests.support.launching import environ
 from tests.support.live_bytes import LiveBytes
-from tests.support.models import Awkward, two_layers
+from tests.support.models import Awkward, draws, two_layers
 from tests.support.pool import run_ranks
 from tests.support.refusals import text_of
 from tests.support.scripts import free_port, start
@@ -99,8 +98,7 @@ LR, STEPS, SAMPLES = 0.05, 3, 6  # steps of each program in turn; samples of all
 
 
 def batches(phase: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(phase)
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    draw = draws(phase)
     return [(draw(SAMPLES, 5), draw(SAMPLES, 3)) for _ in range(STEPS)]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
+from tests.support.models import draws
 
 Tree = Any
 tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
@@ -32,8 +33,8 @@ def whole_parameters() -> dict[str, Tensor]:
 
 
 def direction() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in whole_parameters().items()}
+    draw = draws(1)
+    return {name: draw(p.shape) for name, p in whole_parameters().items()}
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,8 @@ class Samples:
 
     @staticmethod
     def of(num_ranks: int) -> Samples:
-        generator = torch.Generator().manual_seed(2)
-        rows, wide, narrow = SIZES
-
-        def draw(n: int) -> Tensor:
-            return torch.randn(num_ranks, rows, n, generator=generator, dtype=torch.float64)
-
-        return Samples(draw(wide), draw(narrow), draw(wide), draw(narrow))
+        draw, (rows, wide, narrow) = draws(2), SIZES
+        return Samples(*(draw(num_ranks, rows, n) for n in (wide, narrow, wide, narrow)))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.x, self.y, self.next_x, self.next_y

@@ -14,7 +14,7 @@ from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 import functorch_shard as fs
 from tests.laws.wrappers import WRAPPERS, Wrapper
-from tests.support.models import awkward, loss_of
+from tests.support.models import awkward, draws, loss_of
 from tests.support.reference import data_parallel_loss
 
 Tree = Any
@@ -33,20 +33,12 @@ class Data:
         return {n: every[n] for n in trainable}, {n: x for n, x in every.items() if n not in trainable}
 
     def direction(self) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(self.seed + 1)
-
-        def draw(x: Tensor) -> Tensor:
-            return torch.randn(x.shape, generator=generator, dtype=x.dtype)
-
-        return {name: draw(x) for name, x in self.parameters()[0].items()}
+        draw = draws(self.seed + 1)
+        return {name: draw(x.shape) for name, x in self.parameters()[0].items()}
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(self.seed + 2)
-
-        def draw(n: int) -> Tensor:
-            return torch.randn(self.num_ranks, 4, n, generator=generator, dtype=torch.float64)
-
-        return draw(5), draw(3)
+        draw = draws(self.seed + 2)
+        return draw(self.num_ranks, 4, 5), draw(self.num_ranks, 4, 3)
 
 
 @dataclass(frozen=True)

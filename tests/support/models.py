@@ -1,8 +1,9 @@
-"""Models that a sharding library would rather not meet."""
+"""Models that a sharding library would rather not meet, and numbers for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,11 @@ def equal_units() -> nn.Sequential:
     torch.manual_seed(0)
     widths = [12, 13, 14, 15, 16]
     return nn.Sequential(*(nn.Sequential(nn.Linear(5, n), nn.Tanh(), nn.Linear(n, 5)) for n in widths)).double()
+
+
+def draws(seed: int) -> Callable[..., Tensor]:
+    """Draws one tensor after the other, of normal numbers in float64, each of the shape it is given."""
+    return partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:

@@ -13,6 +13,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 import functorch_shard as fs
 from tests.support import reference
+from tests.support.models import draws
 
 # A program is a function of a collective, c(verb, x, dim or options), of a matrix, and of the number of ranks. On a
 # rank it has the library's collectives; on whole arrays, whose dim 0 are the ranks, those of the reference.
@@ -165,14 +166,9 @@ class Case:
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """x, the direction v and the weight w, one row a rank."""
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def draw(shape: Any) -> Tensor:
-            return torch.randn(self.num_ranks, *shape, generator=generator, dtype=torch.float64)
-
-        x = draw(self.shape)
-        y = on_rows(self.program, x)
-        return x, draw(self.shape), draw(y.shape[1:])
+        draw = draws(self.seed)
+        x = draw(self.num_ranks, *self.shape)
+        return x, draw(x.shape), draw(on_rows(self.program, x).shape)
 
     def expected(self) -> Tensor:
         return TRANSFORMS[self.transform][1](partial(on_rows, self.program), *self.rows())

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, jvp
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.sharding.test_resharding import bits
+from tests.support.models import draws
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 from tests.support.refusals import refused
 
@@ -31,12 +32,8 @@ def normalized(**options: Any) -> nn.Sequential:
 
 
 def batches(num_ranks: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(num_ranks)
-
-    def draw(n: int) -> Tensor:
-        return torch.randn(4 * num_ranks, n, generator=generator, dtype=torch.float64)
-
-    return [(3 * draw(5) + 1, draw(3)) for _ in range(STEPS)]
+    draw = draws(num_ranks)
+    return [(3 * draw(4 * num_ranks, 5) + 1, draw(4 * num_ranks, 3)) for _ in range(STEPS)]
 
 
 def train(mesh: fs.Mesh) -> tuple[fs.Full, Values, list[float]]:
