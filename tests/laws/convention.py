@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from tests.support.models import draws
+from tests.support.reference import data_parallel_loss, dot
 
 Tree = Any
 tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
@@ -93,20 +94,20 @@ INNER: dict[str, Callable[[Any, bool | None], Callable[..., Tree]]] = {
 
 @dataclass(frozen=True)
 class Side:
-    """A loss of parameters, its gradient, and what one does with trees of them: on shards, or on whole values."""
+    """A loss of parameters, its gradient, and what one does with trees of them: by default of whole values."""
 
     loss: Callable[..., Tensor]
     gradient: Callable[..., Tree]
-    outer: Callable[[Callable[[Tree], Tensor]], Callable[[Tree], Tree]]
-    dot: Callable[[Tree, Tree], Tensor]
-    norm: Callable[[Tree], Tensor]
+    outer: Callable[[Callable[[Tree], Tensor]], Callable[[Tree], Tree]] = torch.func.grad
+    dot: Callable[[Tree, Tree], Tensor] = dot
+    norm: Callable[[Tree], Tensor] = lambda a: dot(a, a).sqrt()
 
     def step(self, p: Tree, s: Samples) -> Tree:
         return tree_map(lambda w, g: w - LR * g, p, self.gradient(p, s.x, s.y))
 
 
-def penalty_on_inputs(side: Side, p: Tree, s: Samples) -> Tensor:
-    return torch.func.grad(lambda x: side.loss(p, x, s.y))(s.x).square().sum()
+def penalty_on_inputs(loss: Callable[..., Tensor], p: Tree, s: Samples) -> Tensor:
+    return torch.func.grad(lambda x: loss(p, x, s.y))(s.x).square().sum()
 
 
 # What is differentiated by p at the end, and what is so from the start.
@@ -116,7 +117,7 @@ TASKS: dict[str, Callable[[Side, Tree, Tree, Samples], Tree]] = {
     "through three steps": lambda a, p, v, s: a.outer(
         lambda p: a.loss(a.step(a.step(a.step(p, s), s), s), s.next_x, s.next_y)
     )(p),
-    "penalty on the gradient by inputs": lambda a, p, v, s: a.outer(lambda p: penalty_on_inputs(a, p, s))(p),
+    "penalty on the gradient by inputs": lambda a, p, v, s: a.outer(lambda p: penalty_on_inputs(a.loss, p, s))(p),
     "penalty on the norm of the gradient": lambda a, p, v, s: a.outer(
         lambda p: a.loss(p, s.x, s.y) + WEIGHT * a.norm(a.gradient(p, s.x, s.y))
     )(p),
@@ -126,9 +127,13 @@ TASKS: dict[str, Callable[[Side, Tree, Tree, Samples], Tree]] = {
 }
 
 
+def of_shards(loss: Any, gradient: Any, outer: Any = fs.grad) -> Side:
+    return Side(loss, gradient, outer, fs.curvature.vdot, fs.global_norm)
+
+
 def sharded_side(inner: str, lazy: bool | None, outer: Any = fs.grad) -> Side:
     loss = partial(sharded_loss, lazy=lazy)
-    return Side(loss, INNER[inner](loss, lazy), outer, fs.curvature.vdot, fs.global_norm)
+    return of_shards(loss, INNER[inner](loss, lazy), outer)
 
 
 def on_mesh(mesh: fs.Mesh, side: Side, tasks: list[str]) -> dict[str, fs.Full]:
@@ -148,24 +153,11 @@ def expected(num_ranks: int, tasks: Iterable[str]) -> dict[str, dict[str, Tensor
 
 @cache
 def _expected(num_ranks: int, task: str) -> dict[str, Tensor]:
-    samples = Samples.of(num_ranks)
-    rows = list(zip(*samples.tensors(), strict=True))
-
-    def loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
-        return torch.stack([plain_loss(p, a, b) for a, b in zip(x, y, strict=True)]).mean()
-
-    def dot(a: Any, b: Any) -> Tensor:
-        return torch.stack([(a[n] * b[n]).sum() for n in a]).sum()
-
-    def norm(a: Any) -> Tensor:
-        return dot(a, a).sqrt()
-
-    side = Side(loss, torch.func.grad(loss), torch.func.grad, dot, norm)
-    alone = Side(plain_loss, torch.func.grad(plain_loss), torch.func.grad, dot, norm)
+    samples, loss = Samples.of(num_ranks), partial(data_parallel_loss, plain_loss, "mean")
     if task != "penalty on the gradient by inputs":
-        return TASKS[task](side, whole_parameters(), direction(), samples)
+        return TASKS[task](Side(loss, torch.func.grad(loss)), whole_parameters(), direction(), samples)
 
-    def mean(p: Any) -> Tensor:  # of each rank's own loss by its own inputs
-        return torch.stack([penalty_on_inputs(alone, p, Samples(*row)) for row in rows]).mean()
+    def penalty(p: Any, *row: Tensor) -> Tensor:  # of a rank's own loss by its own inputs
+        return penalty_on_inputs(plain_loss, p, Samples(*row))
 
-    return torch.func.grad(mean)(whole_parameters())
+    return torch.func.grad(partial(data_parallel_loss, penalty, "mean"))(whole_parameters(), *samples.tensors())

@@ -22,6 +22,7 @@ from functorch_shard.testing import assert_trees_close
 from tests.laws import convention
 from tests.laws.convention import Samples, direction, plain_loss, tree_map, whole_parameters
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
+from tests.support.reference import dot
 
 Tree = Any
 
@@ -34,7 +35,7 @@ class Side:
     grad: Any = torch.func.grad
     jacrev: Any = torch.func.jacrev
     jacfwd: Any = torch.func.jacfwd
-    dot: Callable[[Tree, Tree], Tensor] = lambda a, b: torch.stack([(a[n] * b[n]).sum() for n in a]).sum()
+    dot: Callable[[Tree, Tree], Tensor] = dot
 
 
 def _per_sample(s: Side, p: Tree, v: Tree, x: Tensor, y: Tensor) -> Tensor:
@@ -129,10 +130,10 @@ def on_mesh(mesh: fs.Mesh, column: Column, rows: list[Row]) -> list[Any]:
         first = (0,) * len(mesh.axes) if mesh.is_simulated else ()
         return result.detach()[first].numpy(force=True)
 
-    return [_attempted(run, row) for row in rows]
+    return [attempted(run, row) for row in rows]
 
 
-def _attempted(run: Callable[[Row], Any], row: Row) -> Any:
+def attempted(run: Callable[[Row], Any], row: Row) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")  # torch.func.linearize
         try:
@@ -146,7 +147,7 @@ def expected(num_ranks: int, row: Row) -> Any:
     """Of the unsharded model, whose loss is the mean over ranks; or the text of torch's error."""
     samples = Samples.of(num_ranks)
     x, y = samples.x.flatten(0, 1), samples.y.flatten(0, 1)
-    return _attempted(lambda row: derived(Side(plain_loss), row, whole_parameters(), direction(), x, y), row)
+    return attempted(lambda row: derived(Side(plain_loss), row, whole_parameters(), direction(), x, y), row)
 
 
 def verdict(result: Any, num_ranks: int, row: Row) -> str:

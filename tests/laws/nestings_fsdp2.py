@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from tests.laws.convention import Samples, direction, model
-from tests.laws.nestings import Row, Side, Tree, derived, verdict
+from tests.laws.nestings import Row, Side, Tree, attempted, derived, verdict
 from tests.support.pool import run_ranks
 
 RANKS = 2
@@ -42,12 +42,9 @@ def _on_this_rank(rows: list[Row]) -> list[Any]:
 
 
 def _result(row: Row, mesh: Any) -> Any:
-    try:
-        result, error = _of_row(row, mesh), None
-    except Exception as raised:
-        result, error = None, f"{type(raised).__name__}: {raised}"
+    result = attempted(lambda row: _of_row(row, mesh), row)
     errors: list[Any] = [None] * RANKS
-    dist.all_gather_object(errors, error)  # before anything that needs all ranks
+    dist.all_gather_object(errors, result if isinstance(result, str) else None)  # before anything that needs all ranks
     found = next((text for text in errors if text), None)
     return found or _whole(result)
 

@@ -21,6 +21,7 @@ from tests.laws.convention import (
     Side,
     autograd_grad,
     expected,
+    of_shards,
     on,
     on_mesh,
     plain_loss,
@@ -90,7 +91,7 @@ def test_torch_autograd_inside_of_fs_grad_is_exact(mesh: fs.Mesh) -> None:
     tasks = ["reverse over reverse", "through one step"]
     for lazy in LAZY:
         loss = partial(sharded_loss, lazy=lazy)
-        side = Side(loss, autograd_grad(loss), fs.grad, fs.curvature.vdot, fs.global_norm)
+        side = of_shards(loss, autograd_grad(loss))
         assert_trees_close(on_mesh(mesh, side, tasks), expected(mesh.size, tasks), rtol=1e-10, atol=1e-13)
 
 
@@ -106,7 +107,7 @@ def test_a_step_that_stops_the_gradient_may_be_differentiated_by_anybody(axes: d
     """First-order MAML: the gradient at the parameters after the step."""
     mesh, loss = fs.simulated_mesh({"shard": 1, **axes}), partial(sharded_loss, lazy=None)
     stopped = lambda p, x, y: tree_map(Tensor.detach, fs.grad(loss)(p, x, y))  # noqa: E731
-    sides = [Side(loss, stopped, outer, fs.curvature.vdot, fs.global_norm) for outer in (fs.grad, torch.func.grad)]
+    sides = [of_shards(loss, stopped, outer) for outer in (fs.grad, torch.func.grad)]
     by_fs, by_torch = (on_mesh(mesh, side, ["through one step"]) for side in sides)
     assert_trees_close(by_torch, by_fs, rtol=1e-12, atol=1e-14)
 
@@ -179,14 +180,10 @@ def test_torch_autograd_functional_is_right_or_refused_on_every_rank(mesh: fs.Me
 def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_by_fs_grad(mesh: fs.Mesh) -> None:
     """Of what nobody sums."""
     tasks = ["reverse over reverse", "penalty on the norm of the gradient"]
-
-    def mine(a: Any, b: Any) -> Any:
-        return torch.stack([(a[key] * b[key]).sum() for key in a]).sum()
-
     for lazy in LAZY:
         loss = partial(sharded_loss, lazy=lazy)
-        side = partial(Side, loss, autograd_grad(loss), dot=mine, norm=lambda a: mine(a, a).sqrt())
-        by_fs, by_autograd = (on_mesh(mesh, side(outer=outer), tasks) for outer in (fs.grad, by_backward))
+        sides = (Side(loss, autograd_grad(loss), outer) for outer in (fs.grad, by_backward))
+        by_fs, by_autograd = (on_mesh(mesh, side, tasks) for side in sides)
         assert_trees_close(by_autograd, by_fs, rtol=1e-10, atol=1e-13)
 
 

@@ -19,7 +19,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
 from tests.laws import convention
-from tests.laws.convention import INNER, Side
+from tests.laws.convention import INNER, of_shards
 from tests.recompute.test_remat import plainly, twice
 from tests.support.live_bytes import LiveBytes, settle
 from tests.support.ranks import Ranks, gloo, on_each, simulated
@@ -39,9 +39,8 @@ def through_rematted_steps(mesh: fs.Mesh, inner: str) -> Any:
     def through(p: fs.Sharded, x: Tensor, y: Tensor, next_x: Tensor, next_y: Tensor) -> fs.Sharded:
         return fs.grad(lambda p: loss(fs.remat(step)(p, x, y), next_x, next_y))(p)
 
-    params = fs.shard(convention.whole_parameters(), fs.plan(convention.whole_parameters(), mesh))
-    rows = mesh.split(tuple(x.flatten(0, 1) for x in convention.Samples.of(mesh.size).tensors()))
-    return fs.gather(mesh.spmd(through)(params, *rows), lazy=False)
+    params, _, samples = convention.on(mesh)
+    return fs.gather(mesh.spmd(through)(params, *samples.tensors()), lazy=False)
 
 
 STEPS = [("fs.grad", simulated(3)[0]), ("torch.func.grad", gloo(2)[0]), ("torch.autograd.grad", gloo(2)[0])]
@@ -132,7 +131,7 @@ def refuses(mesh: fs.Mesh, way: str) -> None:
     """A gradient through a step, by a derivative that would take the mean twice."""
     loss = WAYS[way]
     for inner in (fs.grad, torch.func.grad):
-        side = Side(loss, inner(loss), torch.func.grad, fs.curvature.vdot, fs.global_norm)
+        side = of_shards(loss, inner(loss), torch.func.grad)
         text = text_of(convention.on_mesh, mesh, side, ["through one step"])
         assert "goes through a gather of values that were computed from another gather" in text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,3 +59,8 @@ def data_parallel_loss(
     """The mean (or the sum) over ranks of what each returns: the one convention of gradients."""
     losses = torch.stack([loss(parameters, *(x[r] for x in rows)) for r in range(len(rows[0]))])
     return losses.mean() if reduction == "mean" else losses.sum()
+
+
+def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """The scalar product of two trees."""
+    return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
