@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -49,6 +50,7 @@ class Sides:
     frozen: fs.Sharded
     mesh: fs.Mesh
     wrapper: Wrapper = WRAPPERS["plain"]
+    gather: Callable[[Tree], Tree] = fs.gather  # without the options of the wrapper
 
     def of_full(self, full: Tree, x: Tensor, y: Tensor) -> Tensor:
         frozen: Any = fs.gather(self.frozen, **self.wrapper.gather)
@@ -71,8 +73,8 @@ ON_RANK: dict[str, Callable[[Sides, Tree, Tree, Tensor, Tensor], Tree]] = {
     "grad through gather": lambda s, p, v, x, y: grad(s.of_shards)(p, x, y),
     "vjp through gather": lambda s, p, v, x, y: vjp(lambda p: s.of_shards(p, x, y), p)[1](y.new_ones(()))[0],
     "fs.grad": lambda s, p, v, x, y: fs.grad(s.of_shards)(p, x, y),
-    "scatter_grads of full gradients": lambda s, p, v, x, y: fs.scatter_grads(grad(s.of_full)(fs.gather(p), x, y)),
-    "scatter_grads of fs.grad": lambda s, p, v, x, y: fs.scatter_grads(fs.grad(s.of_full)(fs.gather(p), x, y)),
+    "scatter_grads of full gradients": lambda s, p, v, x, y: fs.scatter_grads(grad(s.of_full)(s.gather(p), x, y)),
+    "scatter_grads of fs.grad": lambda s, p, v, x, y: fs.scatter_grads(fs.grad(s.of_full)(s.gather(p), x, y)),
     "jvp": lambda s, p, v, x, y: jvp(lambda p: s.of_shards(p, x, y), (p,), (v,))[1],
     "value": lambda s, p, v, x, y: grad_and_value(s.of_shards)(p, x, y)[1],
     "forward over reverse": lambda s, p, v, x, y: jvp(lambda p: grad(s.of_shards)(p, x, y), (p,), (v,))[1],
@@ -80,9 +82,9 @@ ON_RANK: dict[str, Callable[[Sides, Tree, Tree, Tensor, Tensor], Tree]] = {
     "reverse over reverse": lambda s, p, v, x, y: grad(lambda p: product(grad(s.of_shards)(p, x, y), v))(p),
     "reverse over forward": lambda s, p, v, x, y: grad(lambda p: jvp(lambda p: s.of_shards(p, x, y), (p,), (v,))[1])(p),
     "forward over scatter_grads": lambda s, p, v, x, y: jvp(
-        lambda p: fs.scatter_grads(grad(s.of_full)(fs.gather(p), x, y)), (p,), (v,)
+        lambda p: fs.scatter_grads(grad(s.of_full)(s.gather(p), x, y)), (p,), (v,)
     )[1],
-    "per-sample gradients, whole": lambda s, p, v, x, y: vmap(grad(s.of_full), (None, 0, 0))(fs.gather(p), x, y),
+    "per-sample gradients, whole": lambda s, p, v, x, y: vmap(grad(s.of_full), (None, 0, 0))(s.gather(p), x, y),
     "per-sample gradients, sharded": lambda s, p, v, x, y: vmap(grad(s.of_shards), (None, 0, 0))(p, x, y),
     "ensemble": lambda s, p, v, x, y: vmap(s.of_shards, (0, None, None))(
         optree.tree_map(lambda a, b: torch.stack([a, a + b]), p, v), x, y
@@ -97,6 +99,8 @@ ON_RANK: dict[str, Callable[[Sides, Tree, Tree, Tensor, Tensor], Tree]] = {
 }
 # Results that each rank has for itself; all others are shards of one value that all ranks share.
 LOCAL = {"jvp", "value", "per-sample gradients, whole", "ensemble"}
+# Of these it is the mean (or the sum) of what each rank computes, where parameters are whole.
+OF_RANKS = {"per-sample gradients, sharded", "gradients of an ensemble", "gradient penalty"}
 
 
 @cache
@@ -109,37 +113,19 @@ def expected(task: str, data: Data, reduction: str) -> Tree:
     def plain(p: Any, x: Tensor, y: Tensor) -> Tensor:
         return loss_of(model, {**p, **frozen}, x, y)
 
+    if task in LOCAL | OF_RANKS:
+        side: Any = SimpleNamespace(of_shards=plain, of_full=plain, gather=lambda p: p)
+        rows = [ON_RANK[task](side, p, v, x, y) for x, y in zip(xs, ys, strict=True)]
+        stacked: Any = optree.tree_map(lambda *leaves: torch.stack(leaves), *rows)
+        return stacked if task in LOCAL else optree.tree_map(lambda x: getattr(x, reduction)(0), stacked)
+
     def total(p: Any) -> Tensor:
         return data_parallel_loss(plain, reduction, p, xs, ys)
 
-    moved = {n: p[n] + v[n] for n in p}
-    if task in LOCAL:
-        local = {
-            "jvp": lambda x, y: jvp(lambda p: plain(p, x, y), (p,), (v,))[1],
-            "value": lambda x, y: plain(p, x, y),
-            "per-sample gradients, whole": lambda x, y: vmap(grad(plain), (None, 0, 0))(p, x, y),
-            "ensemble": lambda x, y: torch.stack([plain(p, x, y), plain(moved, x, y)]),
-        }[task]
-        rows = [local(x, y) for x, y in zip(xs, ys, strict=True)]
-        return optree.tree_map(lambda *leaves: torch.stack(leaves), *rows)
-    if task == "per-sample gradients, sharded":
-        each = [grad(lambda p, i=i: data_parallel_loss(plain, reduction, p, xs[:, i], ys[:, i]))(p) for i in range(4)]
-        return optree.tree_map(lambda *leaves: torch.stack(leaves), *each)
-    if task == "gradients of an ensemble":
-        return optree.tree_map(lambda a, b: torch.stack([a, b]), grad(total)(p), grad(total)(moved))
-    if task == "gradient penalty":
-
-        def penalty(p: Any, x: Tensor, y: Tensor) -> Tensor:
-            return grad(plain, argnums=1)(p, x, y).square().sum()
-
-        return grad(lambda p: data_parallel_loss(penalty, reduction, p, xs, ys))(p)
-    if task == "gradient of a mean over ranks":
-        # every rank returns the mean: its mean over ranks is itself, its sum N times that
-        scale = 1 if reduction == "mean" else data.num_ranks
-        return grad(lambda p: scale * data_parallel_loss(plain, "mean", p, xs, ys))(p)
-    if "over" in task:
-        return jvp(grad(total), (p,), (v,))[1]
-    return grad(total)(p)
+    # Where every rank returns the mean, the mean over ranks is itself, and the sum is that of the losses.
+    if task == "gradient of a mean over ranks" or "over" not in task:
+        return grad(total)(p)
+    return jvp(grad(total), (p,), (v,))[1]
 
 
 def on_mesh(
