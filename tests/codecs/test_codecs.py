@@ -14,6 +14,7 @@ from functorch_shard.codecs import RowEncoding
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.laws.tasks import Data, on_mesh
 from tests.laws.wrappers import Wrapper
+from tests.support.models import draws
 from tests.support.ranks import HYBRID, gloo, on_each, simulated
 from tests.support.refusals import refused
 
@@ -22,18 +23,14 @@ AXES: list[dict[str, int]] = [{"shard": 1}, {"shard": 3}, {"shard": 3, "replicat
 
 
 def values() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
+    draw = draws(0, torch.float32)
     return {
         "a.w": draw(17, 31),
         "a.n": torch.tensor([3, 2**20 + 1]),
         "a.z": torch.complex(draw(3), draw(3)),
         "b.w": draw(700).double(),
         "b.half": draw(5).bfloat16(),
-        "c.s": draw(),
+        "c.s": draw(()),
         "c.none": draw(0, 4),
     }
 

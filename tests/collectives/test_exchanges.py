@@ -13,6 +13,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import all_to_all, axis_index, broadcast, pmin, ppermute, ragged_all_to_all
 from functorch_shard.testing import assert_trees_close
 from tests.support import reference
+from tests.support.models import draws
 from tests.support.ranks import Ranks, as_any_group, gloo, on_each, rows_of, sequential, simulated
 from tests.support.refusals import refused
 
@@ -52,10 +53,6 @@ def odd_cases(n: int) -> list[Case]:
     ]
 
 
-def rows_of_all(n: int, shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(n, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def values_and_transposes(mesh: fs.Mesh) -> list[Tensor]:
     """Of each case a rank's result, and its part of the transpose of weights that are known to all."""
     results: list[Tensor] = []
@@ -72,9 +69,9 @@ def values_and_transposes(mesh: fs.Mesh) -> list[Tensor]:
 def of_case(n: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Values of all ranks, weights of all results, and the results of whole arrays in plain torch."""
     verb, shape, options = odd_cases(n)[seed]
-    x = rows_of_all(n, shape, seed)
+    x = draws(seed)(n, *shape)
     y = torch.stack([*reference.COLLECTIVES[verb]([*x], options)])
-    return x, rows_of_all(n, tuple(y.shape[1:]), seed + 100), y
+    return x, draws(seed + 100)(y.shape), y
 
 
 KINDS = [*simulated(1, 2, 5, {"a": 2, "b": 2}), *sequential(3, {"a": 2, "b": 2}), *gloo(2, 3, {"a": 2, "b": 2})]
@@ -143,7 +140,7 @@ def test_a_recorded_step_exchanges_what_the_eager_one_does(mesh: fs.Mesh) -> Non
 
     recorded = fs.compile(step, backend="replay")
     for seed in range(2):
-        x, w = rows_of(mesh, (rows_of_all(2, (4, 3), seed), rows_of_all(2, (4, 3), seed + 9)))
+        x, w = rows_of(mesh, (draws(seed)(2, 4, 3), draws(seed + 9)(2, 4, 3)))
         with fs.testing.count_collectives() as eager:
             expected = step(x, w)
         with fs.testing.count_collectives() as replayed:

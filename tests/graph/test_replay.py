@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,10 +25,7 @@ from tests.support.ranks import Ranks, gloo, on_each, simulated, slow
 WIDTH = 5
 Step = Callable[[fs.Sharded, Tensor], Any]
 Made = tuple[fs.Sharded, Step]
-
-
-def rows(mesh: fs.Mesh, seed: int) -> Tensor:
-    return mesh.split(torch.randn(4 * mesh.size, WIDTH, generator=torch.Generator().manual_seed(seed)).double())
+rows = partial(data, rows=4)
 
 
 def of(

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.support.models import draws
 from tests.support.refusals import refused
 
 Tree = Any
@@ -34,13 +35,8 @@ def twice(fn: Any) -> Any:
     return fs.remat(fs.remat(fn))
 
 
-def drawn(num: int, *shape: int) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(num, *shape, generator=generator, dtype=torch.float64).unbind()
-
-
-W, V = drawn(2, 3, 3)
-X = torch.stack(drawn(4, 3))
+W, V = draws(0)(2, 3, 3)
+X = draws(0)(4, 3)
 
 
 def part(w: Tensor, x: Tensor) -> Tensor:
@@ -271,7 +267,7 @@ def test_variables_of_a_closure_have_the_values_of_the_call_and_running_again_as
             x = wrap(lambda w, x: scaled(x @ w))(w, x)
         return x.sum()
 
-    ws = [*drawn(3, 3, 3)]
+    ws = [*draws(0)(3, 3, 3)]
     expected = fs.grad(partial(turned, plainly))(ws)
     calls = 0
     assert_trees_close(fs.grad(partial(turned, fs.remat))(ws), expected, rtol=0, atol=0)

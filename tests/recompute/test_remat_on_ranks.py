@@ -22,6 +22,7 @@ from tests.laws import convention
 from tests.laws.convention import INNER, of_shards
 from tests.recompute.test_remat import plainly, twice
 from tests.support.live_bytes import LiveBytes, settle
+from tests.support.models import draws
 from tests.support.ranks import Ranks, gloo, on_each, simulated
 from tests.support.refusals import text_of
 
@@ -59,10 +60,6 @@ def blocks_and_shards(mesh: fs.Mesh, num: int = 4) -> tuple[list[nn.Module], lis
     return blocks, [fs.shard(block, fs.plan(block, mesh, units=[["0"]])) for block in blocks]
 
 
-def drawn_inputs(rows: int) -> Tensor:
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
 def through_blocks(wrap: Any, blocks: list[nn.Module], params: list[fs.Sharded], x: Tensor) -> Tensor:
     """Each block is a part, with the gather of its parameters inside."""
     for block, own in zip(blocks, params, strict=True):
@@ -82,7 +79,7 @@ DERIVATIVES: dict[str, Callable[[Any, Any], Any]] = {
 def blockwise(mesh: fs.Mesh, wrap: str, randomness: str = "different") -> dict[str, Any]:
     """What is derived, the state of the generator after it, and what was communicated."""
     blocks, params = blocks_and_shards(mesh)
-    x, results = mesh.split(drawn_inputs(4 * mesh.size)), {}
+    x, results = mesh.split(draws(1)(4 * mesh.size, 6)), {}
     for name, derive in DERIVATIVES.items():
         torch.manual_seed(3)
         with count_collectives() as seen:
@@ -148,7 +145,7 @@ def test_ranks_may_use_different_units_of_what_a_part_gathers(mesh: fs.Mesh) -> 
     """Gradients by parts that gather at once: each rank uses another block of each of them, or none."""
     blocks, _ = blocks_and_shards(mesh)
     model = nn.ModuleList(block[0] for block in blocks)  # pyright: ignore[reportIndexIssue]
-    params, x = fs.shard(model, fs.plan(model, mesh)), mesh.split(drawn_inputs(4 * mesh.size))
+    params, x = fs.shard(model, fs.plan(model, mesh)), mesh.split(draws(1)(4 * mesh.size, 6))
 
     def part(params: fs.Sharded, x: Tensor, i: int) -> Tensor:
         full = fs.gather(params, lazy=False)

@@ -18,21 +18,17 @@ from torch.nn.utils import clip_grad_norm_
 import functorch_shard as fs
 from functorch_shard.sharding.lazy_tensor import Lazy
 from functorch_shard.testing import assert_trees_close
-from tests.support.models import two_layers
+from tests.support.models import draws, two_layers
 from tests.support.refusals import refused
 
 
 def values() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: Any, dtype: Any = torch.float64) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype)
-
+    draw = draws(0)
     return {
         "fc.weight": draw(3, 5),
         "fc.cube": draw(2, 3, 4),
         "fc.bias": draw(7),
-        "fc.scalar": draw(),
+        "fc.scalar": draw(()),
         "fc.empty": draw(0, 3),
         "fc.wave": draw(3, 2, dtype=torch.complex128),
         "fc.count": torch.arange(6).view(2, 3),

@@ -84,9 +84,9 @@ def equal_units() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(5, n), nn.Tanh(), nn.Linear(n, 5)) for n in widths)).double()
 
 
-def draws(seed: int) -> Callable[..., Tensor]:
-    """Draws one tensor after the other, of normal numbers in float64, each of the shape it is given."""
-    return partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def draws(seed: int, dtype: torch.dtype = torch.float64) -> Callable[..., Tensor]:
+    """Draws one tensor after the other, of normal numbers, each of the shape it is given."""
+    return partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:

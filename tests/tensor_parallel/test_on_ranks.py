@@ -20,6 +20,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import psum
 from functorch_shard.sharding.lazy_tensor import Lazy
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from tests.support.models import draws
 from tests.support.refusals import refused
 from tests.support.tensor_parallel import Transformer, next_words, parallelize, sentences, tie, transformer
 
@@ -126,15 +127,11 @@ def tensors(axes: DeviceMesh, dtype: torch.dtype = torch.float64) -> dict[str, T
         "b.empty": ((0, 3), Shard(0)),
         "b.scalar": ((), Replicate()),
     }
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
+    draw = draws(0, dtype)
     parts: dict[str, Tensor] = {
         name: distribute_tensor(draw(shape), axes["tensor"], [placement]) for name, (shape, placement) in forms.items()
     }
-    return {**parts, "b.plain": draw((5,))}
+    return {**parts, "b.plain": draw(5)}
 
 
 def assert_same(x: Any, y: Any) -> None:
