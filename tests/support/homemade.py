@@ -11,7 +11,7 @@ State = dict[str, Any]
 
 
 class Base(torch.optim.Optimizer):
-    """``lr`` is required; a subclass says how one parameter moves."""
+    """``lr`` is required; a subclass says how one parameter moves, if not against its gradient."""
 
     def __init__(self, params: Any, lr: float, **options: Any) -> None:
         super().__init__(params, {"lr": lr, **options})
@@ -28,7 +28,7 @@ class Base(torch.optim.Optimizer):
         pass
 
     def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        param.sub_(group["lr"] * grad)
 
 
 class Averaged(Base):
@@ -75,9 +75,6 @@ class CountsIfAsked(Base):
     def begin(self, group: dict[str, Any]) -> None:
         if group["counts"]:
             group["step"] = group.get("step", 0) + 1
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        param.sub_(group["lr"] * grad)
 
 
 class Estimates(Base):
@@ -178,9 +175,6 @@ class ChangesItsRate(Base):
 
     def begin(self, group: dict[str, Any]) -> None:
         group["lr"] *= 0.9
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        param.sub_(group["lr"] * grad)
 
 
 class HasModes(CountsSteps):
