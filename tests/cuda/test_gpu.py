@@ -20,6 +20,7 @@ from functorch_shard.testing import assert_trees_close
 from tests.benchmarks.gpu import captures
 from tests.device.programs import result, train
 from tests.support.device_laws import LAWS, MESHES, one_rank
+from tests.support.memory import model_of_equal_units
 from tests.support.rank_laws import run
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -135,8 +136,7 @@ def grown(fn: Callable[[], Any], device: torch.device) -> int:
 
 def offloaded(device: torch.device) -> tuple[nn.Module, fs.Sharded]:
     """A model of which nothing is on the device: what is allocated there came by a gather."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)))
+    model = model_of_equal_units(UNITS, WIDTH)
     params = fs.offload(fs.shard(model, fs.plan(model, one_rank(device))), "cpu")
     return model, params
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, jvp
 
 import functorch_shard as fs
@@ -20,6 +20,7 @@ from functorch_shard.curvature import from_vector, gauss_newton, hessian, to_vec
 from functorch_shard.testing import assert_trees_close, count_collectives
 from functorch_shard.torch_internals.autograd import needs_graph
 from tests.curvature.tasks import KINDS, matrix, operator, predicted, vector
+from tests.support.memory import model_of_equal_units
 from tests.support.models import awkward
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, sequential, simulated
 from tests.support.reference import dot
@@ -208,12 +209,7 @@ def test_what_is_no_vector_of_the_matrix_is_refused() -> None:
 # Collectives of Hessian-vector products, counted by unit, beside those of a gradient.
 
 
-def model_of_units() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))).double()
-
-
-UNITS = model_of_units()
+UNITS = model_of_equal_units(4, 6).double()
 DERIVED: dict[str, Callable[[Any, fs.Sharded, fs.Sharded, Tensor], Any]] = {
     "gradient": lambda loss, p, v, x: fs.grad(loss)(p, x),
     "hessian": lambda loss, p, v, x: hessian(loss)(p, x) @ v,

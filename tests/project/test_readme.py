@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 import functorch_shard as fs
 from functorch_shard.testing import run_ranks
+from tests.support.models import two_layers
 from tests.support.pages import PAGES, ROOT, blocks, program
 
 README = (ROOT / "README.md").read_text()
@@ -66,13 +67,8 @@ def test_pictures_are_those_that_their_command_writes(name: str) -> None:
     assert any(f"_static/{name})" in (ROOT / page).read_text() for page in PAGES)
 
 
-def plain() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
 def sharded() -> nn.Module:
-    model = plain()
+    model = two_layers()
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
     return model
@@ -96,9 +92,9 @@ ROWS: dict[str, Callable[[nn.Module, dict[str, Any], Tensor], Any]] = {
 
 def outcome(program: Callable[[nn.Module, dict[str, Any], Tensor], Any], called: bool = True) -> str:
     """Of parameters that are three times those of a model, which was called before or not."""
-    model, x = sharded(), torch.ones(4, 5)
-    whole = {name: 3 * p for name, p in plain().named_parameters()}
-    values = {"takes the model's own values": plain()(x).square().mean(), "right": loss(plain(), whole, x)}
+    plain, model, x = two_layers(), sharded(), torch.ones(4, 5)
+    whole = {name: 3 * p for name, p in plain.named_parameters()}
+    values = {"takes the model's own values": plain(x).square().mean(), "right": loss(plain, whole, x)}
     if called:
         model(x)
     params = {name: 3 * p.detach() for name, p in model.named_parameters()}

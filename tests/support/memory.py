@@ -26,9 +26,9 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def model_of_equal_units() -> nn.Module:
+def model_of_equal_units(number: int = UNITS, width: int = WIDTH) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(number)))
 
 
 def loss_between_marks(live: LiveBytes, i: int, model: nn.Module, parameters: Any, x: Tensor) -> Tensor:
