@@ -128,10 +128,10 @@ def expected(task: str, data: Data, reduction: str) -> Tree:
     return jvp(grad(total), (p,), (v,))[1]
 
 
-def on_mesh(
-    mesh: fs.Mesh, data: Data, tasks: list[str], wrapper: Wrapper = WRAPPERS["plain"], **options: Any
-) -> dict[str, Tree]:
-    """Every task on ``mesh``: rows of all simulated ranks, or what this real rank has."""
+def programs(
+    mesh: fs.Mesh, data: Data, wrapper: Wrapper, **options: Any
+) -> tuple[Callable[[str], Callable[..., Tree]], tuple[Tree, ...]]:
+    """The program of a task on ``mesh``, and the arguments of all."""
     model = awkward(data.seed).to(mesh.device)
     layout = fs.plan(model, mesh, **wrapper.plan, **options)
     params, frozen = fs.partition(wrapper.tree(fs.shard(model, layout)))
@@ -141,7 +141,15 @@ def on_mesh(
     def on_rank(task: str, p: Tree, frozen: Tree, v: Tree, x: Tensor, y: Tensor) -> Tree:
         return ON_RANK[task](Sides(model, frozen, mesh, wrapper), p, v, x, y)
 
-    return {task: wrapper.step(mesh.spmd(partial(on_rank, task)))(params, frozen, v, x, y) for task in tasks}
+    return lambda task: mesh.spmd(partial(on_rank, task)), (params, frozen, v, x, y)
+
+
+def on_mesh(
+    mesh: fs.Mesh, data: Data, tasks: list[str], wrapper: Wrapper = WRAPPERS["plain"], **options: Any
+) -> dict[str, Tree]:
+    """Every task on ``mesh``: rows of all simulated ranks, or what this real rank has."""
+    program, arguments = programs(mesh, data, wrapper, **options)
+    return {task: wrapper.step(program(task))(*arguments) for task in tasks}
 
 
 def whole(rows: fs.Sharded, num_replicas: int = 1) -> dict[str, Tensor]:

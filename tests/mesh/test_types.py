@@ -12,9 +12,8 @@ from torch.func import grad, jvp
 import functorch_shard as fs
 from functorch_shard.collectives import all_to_all, broadcast, pmax, pmean, ppermute, psum
 from functorch_shard.debug import types
-from tests.laws.tasks import ON_RANK, Data, Sides
+from tests.laws.tasks import ON_RANK, Data, programs
 from tests.laws.wrappers import WRAPPERS
-from tests.support.models import awkward
 from tests.support.ranks import HYBRID
 
 
@@ -72,16 +71,8 @@ def test_a_step_of_training_is_typed_without_its_data(device: str) -> None:
 @pytest.mark.parametrize("wrapper", ["plain", "remat", "whole on every rank"])
 @pytest.mark.parametrize("task", ON_RANK)
 def test_derivatives_raise_no_false_alarm(task: str, wrapper: str) -> None:
-    mesh, data, model = fs.simulated_mesh(HYBRID), Data(4), awkward(0)
-    params, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh, **WRAPPERS[wrapper].plan)))
-    v = fs.shard(data.direction(), params.layout)
-    batch = mesh.split(tuple(rows.flatten(0, 1) for rows in data.samples()))
-
-    @mesh.spmd
-    def step(p: Any, frozen: Any, v: Any, x: Tensor, y: Tensor) -> Any:
-        return ON_RANK[task](Sides(model, frozen, mesh, WRAPPERS[wrapper]), p, v, x, y)
-
-    found = types(step, params, frozen, v, *batch)
+    program, arguments = programs(fs.simulated_mesh(HYBRID), Data(4), WRAPPERS[wrapper])
+    found = types(program(task), *arguments)
     assert found.problems == []
     assert all(op.before is not None for op in found.collectives)
     assert {axes for axes in found.results.values() if "shard" not in axes} <= {()}
