@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
 
 import functorch_shard as fs
-from tests.support.models import two_layers
+from tests.support.models import draws, two_layers
 from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
 
@@ -26,14 +26,14 @@ WHERE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def problem() -> tuple[nn.Sequential, Tensor]:
-    return two_layers((5, 7, 3)), torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
+def problem(mesh: fs.Mesh, trainable: bool = True) -> tuple[nn.Sequential, fs.Sharded, Tensor]:
+    model = two_layers().requires_grad_(trainable)
+    return model, fs.shard(model, fs.plan(model, mesh)), mesh.split(draws(1, torch.float32)(12, 5))
 
 
 @on_meshes
 def test_a_forgotten_functional_call_is_refused(mesh: fs.Mesh) -> None:
-    model, x = problem()
-    params, rows = fs.shard(model, fs.plan(model, mesh)), mesh.split(x)
+    model, params, rows = problem(mesh)
 
     def forgetful(params: fs.Sharded, x: Tensor) -> Tensor:
         fs.gather(params)
@@ -56,19 +56,16 @@ def test_a_forgotten_functional_call_is_refused(mesh: fs.Mesh) -> None:
 @pytest.mark.parametrize("where", WHERE)
 @on_meshes
 def test_it_is_refused_inside_of_other_transforms(mesh: fs.Mesh, where: str) -> None:
-    model, x = problem()
-    params = fs.shard(model, fs.plan(model, mesh))
+    model, params, rows = problem(mesh)
     wrong = WHERE[where](fs.grad_and_value(lambda p, x: (model(x) * len(fs.gather(p))).mean()))
-    assert "does not depend on this Sharded" in refused(mesh.spmd(wrong), params, mesh.split(x))
+    assert "does not depend on this Sharded" in refused(mesh.spmd(wrong), params, rows)
     right = WHERE[where](fs.grad_and_value(lambda p, x: functional_call(model, fs.gather(p), (x,)).square().mean()))
-    mesh.spmd(right)(params, mesh.split(x))
+    mesh.spmd(right)(params, rows)
 
 
 @on_meshes
 def test_parameters_that_are_used_in_part_are_not_refused(mesh: fs.Mesh) -> None:
-    model, x = problem()
-    params = fs.shard(model, fs.plan(model, mesh))
-    rows = mesh.split(x)
+    _, params, rows = problem(mesh)
     one = mesh.spmd(fs.grad(lambda p, x: (x @ fs.gather(p)["0.weight"].T).mean()))(params, rows)
     assert one["0"].abs().sum() > 0
     assert one["2"].abs().sum() == 0
@@ -81,11 +78,10 @@ def test_parameters_that_are_used_in_part_are_not_refused(mesh: fs.Mesh) -> None
 
 @on_meshes
 def test_arguments_without_trainable_leaves_may_be_unused(mesh: fs.Mesh) -> None:
-    model, x = problem()
-    trainable, frozen = fs.partition(fs.shard(model, fs.plan(model.requires_grad_(False), mesh)))
-    for params in (trainable, frozen):
-        grads = mesh.spmd(fs.grad(lambda p, x: x.mean()))(params, mesh.split(x))
-        assert list(grads.values()) == [None] * len(params)
+    _, params, rows = problem(mesh, trainable=False)
+    for part in fs.partition(params):
+        grads = mesh.spmd(fs.grad(lambda p, x: x.mean()))(part, rows)
+        assert list(grads.values()) == [None] * len(part)
     assert torch.equal(fs.grad(lambda tree: torch.tensor(1.0))({"w": torch.ones(2)})["w"], torch.zeros(2))
 
 
