@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import functorch_shard as fs
 from functorch_shard import collectives
 from functorch_shard.testing import assert_trees_close
-from tests.support.models import awkward, loss_of
+from tests.support.models import awkward, draws, loss_of
 from tests.support.programs import PROGRAMS, on_rank, on_rows
 from tests.support.ranks import Ranks, gloo, on_each, rows_of, simulated
 from tests.support.refusals import refused
@@ -28,14 +28,9 @@ AXES: list[dict[str, int]] = [
 ]
 
 
-def values(size: int) -> Tensor:
-    """Different ones on every rank."""
-    return torch.randn(size, 12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
 def all_programs(mesh: fs.Mesh) -> dict[str, Tensor]:
     """Each program of ``tests/support/programs.py`` over the joint axis, for a row and for two as a batch."""
-    rows, axis = rows_of(mesh, values(mesh.size)), mesh[NAMES]
+    rows, axis = rows_of(mesh, draws(0)(mesh.size, 12, 12)), mesh[NAMES]
 
     def of_rank(x: Tensor, name: str) -> Tensor:
         run = on_rank(name, axis)
@@ -52,7 +47,7 @@ def test_a_joint_axis_is_one_axis_of_all_its_ranks(ranks: Ranks) -> None:
         numbers = numbers.movedim([*axes].index("replicate"), 0)
     got = ranks.run(all_programs)
     for group in numbers.reshape(-1, axes["dp"] * axes["cp"]):  # each in the order of the joint axis
-        x = values(ranks.size)[group]
+        x = draws(0)(ranks.size, 12, 12)[group]
         for name in PROGRAMS:
             once, twice = on_rows(name, x), on_rows(name, 2 * x)
             expected = {name: torch.stack([once, once, twice], 1)}
@@ -77,9 +72,9 @@ def trained(mesh: fs.Mesh, shard_axis: Any, how: str) -> Any:
         return params, state, norm, fs.curvature.vdot(params, grads)
 
     state, norm, dot = opt.init(params), None, None
-    generator = torch.Generator().manual_seed(1)
+    draw = draws(1)
     for _ in range(2):
-        x = torch.randn(2 * mesh.size, 5, generator=generator, dtype=torch.float64)
+        x = draw(2 * mesh.size, 5)
         params, state, norm, dot = step(params, state, *mesh.split((x, x[:, :3])))
     noise = fs.gather(fs.curvature.randn_like(params, seed=3), lazy=False)
     return fs.gather(params, lazy=False), noise, norm, dot
