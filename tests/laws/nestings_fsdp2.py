@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 import functorch_shard as fs
 from tests.laws.convention import Samples, direction, model
 from tests.laws.nestings import Row, Side, Tree, attempted, derived, verdict
 from tests.support.pool import run_ranks
+from tests.support.tensor_parallel import whole
 
 RANKS = 2
 
@@ -73,8 +74,7 @@ def _by_backward(fn: Any) -> Any:
 
 
 def _dot(a: Tree, b: Tree) -> Tensor:
-    products = [(a[name] * b[name]).sum() for name in a]
-    return torch.stack([x.full_tensor() if isinstance(x, DTensor) else x for x in products]).sum()
+    return torch.stack([whole((a[name] * b[name]).sum()) for name in a]).sum()
 
 
 def _whole(result: Tree) -> Any:
@@ -86,4 +86,4 @@ def _whole(result: Tree) -> Any:
 
 
 def _plain(x: Any) -> Any:
-    return (x.full_tensor() if isinstance(x, DTensor) else x).numpy(force=True)
+    return whole(x).numpy(force=True)

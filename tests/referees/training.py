@@ -10,11 +10,11 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call, jvp
 
 import functorch_shard as fs
 from tests.referees.referee import Where
+from tests.support.tensor_parallel import whole
 
 Batch = Mapping[str, Any]
 STEPS, RATE, MOMENTUM = 3, 0.05, 0.9
@@ -159,11 +159,6 @@ def hessian_product(task: Task, where: Where) -> dict[str, Any]:
 def tree_step(params: Any, grads: Any, rate: float = RATE) -> Any:
     """One step of gradient descent on any tree."""
     return optree.tree_map(lambda p, g: p - rate * g, params, grads)
-
-
-def whole(x: Tensor) -> Tensor:
-    """A parameter of FSDP2 on every rank."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def fully_sharded(model: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 WIDTH, HEAD, BETWEEN, WORDS, BLOCKS = 8, 2, 7, 11, 3  # neither what lies between nor the words divide by two
@@ -93,6 +93,11 @@ def parallelize(model: Transformer, tensor_mesh: DeviceMesh) -> Transformer:
         }
         styles[f"{block}.mlp.up"] = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
     return parallelize_module(model, tensor_mesh, styles)  # pyright: ignore[reportReturnType]
+
+
+def whole(x: Any) -> Tensor:
+    """A parameter, or what was computed of one, on every rank."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def sentences(step: int, rank: int) -> Tensor:

@@ -22,7 +22,7 @@ from functorch_shard.sharding.lazy_tensor import Lazy
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
 from tests.support.models import draws
 from tests.support.refusals import refused
-from tests.support.tensor_parallel import Transformer, next_words, parallelize, sentences, tie, transformer
+from tests.support.tensor_parallel import Transformer, next_words, parallelize, sentences, tie, transformer, whole
 
 Gather = Callable[..., fs.Full]
 at_once = partial(fs.gather, lazy=False)
@@ -38,10 +38,6 @@ def device_mesh(sizes: tuple[int, ...] = (2, 2), names: tuple[str, ...] = ("shar
 
 def distributed(axes: DeviceMesh) -> Transformer:
     return tie(parallelize(transformer(), axes["tensor"]))
-
-
-def whole(x: Any) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def whole_values(tree: fs.Sharded) -> dict[str, Tensor]:

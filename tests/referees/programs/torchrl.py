@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import functorch_shard as fs
 from tests.referees.programs.fields import draw
 from tests.referees.referee import Referee, Where
-from tests.referees.training import Batch, fully_sharded, parts, whole
+from tests.referees.training import Batch, fully_sharded, parts
+from tests.support.tensor_parallel import whole
 
 
 def nested(flat: Any, batch_size: Any = ()) -> Any:
