@@ -100,7 +100,7 @@ class Layout(Static):
     @cached_property
     def copies_are_equal(self) -> bool:
         """Whether ranks with the same shard have the same values; without a mean over them they may have their own."""
-        return self.num_ranks == prod(dict(self.axes).values())
+        return self.num_ranks == self.mesh.size
 
     @cached_property
     def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:

@@ -123,9 +123,10 @@ def copy_plan(old: Layout, new: Layout, old_ranks: Sequence[int] = ()) -> Iterat
                 sources = holders[source_shard]
                 for i, rank in enumerate(takers[shard]):
                     own = old_ranks[rank] if old_ranks else rank
-                    if own not in sources or not old.copies_are_equal:
-                        own = sources[i * len(sources) // len(takers[shard])]  # of all parameters the same copy
-                    yield Copy(source.key, own, source_offset, buffer.key, rank, offset, numel)
+                    source_rank = own if own in sources else sources[rank % len(sources)]
+                    if not old.copies_are_equal:  # of all parameters the same copy
+                        source_rank = sources[i * len(sources) // len(takers[shard])]
+                    yield Copy(source.key, source_rank, source_offset, buffer.key, rank, offset, numel)
                 start += numel
 
 

@@ -148,6 +148,12 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().flatten().view(torch.uint8)
 
 
+def test_ranks_that_lack_a_shard_take_it_from_different_copies() -> None:
+    model = awkward()
+    old, new = (fs.plan(model, fs.simulated_mesh(axes)) for axes in ({"replicate": 3, "shard": 1}, {"shard": 9}))
+    assert {copy.source_rank for copy in copy_plan(old, new, [3] * 9)} == {0, 1, 2}
+
+
 def test_nothing_is_shared_with_the_tree_and_nothing_in_it_changes() -> None:
     model = two_layers()
     layout = fs.plan(model, fs.simulated_mesh(2))
