@@ -42,10 +42,12 @@ class Lazy(Tensor):
     Its ``storage_offset()`` counts from the ``start`` of its parameter in the buffer, as that of a tensor of its own.
     """
 
+    __slots__ = ("_buffers", "_place", "_session", "_transpose_of")  # a dict for each would wake the garbage collector
+
     _session: Session
     _buffers: UnitBuffers
     _place: Place
-    _transpose_of: Place | None = None  # where a graph is recorded, as for a matrix product that saves it
+    _transpose_of: Place | None  # where a graph is recorded, as for a matrix product that saves it
 
     @staticmethod
     def __new__(cls, session: Session, buffers: UnitBuffers, place: Place) -> Lazy:
@@ -54,7 +56,7 @@ class Lazy(Tensor):
             cls, place.shape, strides=place.strides, storage_offset=offset, dtype=place.dtype, device=buffers.device
         )
         refuse_memory(self)
-        self._session, self._buffers, self._place = session, buffers, place
+        self._session, self._buffers, self._place, self._transpose_of = session, buffers, place, None
         return self
 
     __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
