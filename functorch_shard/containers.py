@@ -13,7 +13,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import optree
@@ -122,7 +122,7 @@ def _take_apart(x: Any) -> Opened | None:
         names = tuple(part.name for part in fields(x) if hasattr(x, part.name))
     else:
         return None
-    if any(_has_tensor(value) for name, value in _attributes(x).items() if name not in names):
+    if any(_has_tensor(value) for name, value in attributes_of(x).items() if name not in names):
         return None  # what __post_init__ computed from the fields would not change
 
     def rebuild(values: Sequence[Any]) -> Any:
@@ -141,11 +141,12 @@ def _holds(x: Any, matters: Callable[[Any], bool], depth: int = _DEPTH) -> bool:
     if not depth or callable(x) or isinstance(x, (*_PLAIN, Static, ModuleType, torch.optim.Optimizer)):
         return False
     items = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else ()
-    inside: Any = [*_attributes(x).values(), *items]
+    inside: Any = [*attributes_of(x).values(), *items]
     return any(_holds(leaf, matters, depth - 1) for leaf in optree.tree_leaves(inside, none_is_leaf=True))
 
 
-def _attributes(x: Any) -> dict[str, Any]:
+def attributes_of(x: Any) -> dict[str, Any]:
+    """The attributes of an object by name, those in slots too."""
     declared = [getattr(cls, "__slots__", ()) for cls in type(x).__mro__]
     slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
     named = {name: getattr(x, name) for name in slots if not name.startswith("__") and hasattr(x, name)}
@@ -154,11 +155,9 @@ def _attributes(x: Any) -> dict[str, Any]:
 
 def is_hashable(x: Any) -> bool:
     """Whether ``x`` and what it holds can be the key of a dict: a tuple with a list in it cannot."""
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
+    with suppress(TypeError):
+        return isinstance(hash(x), int)
+    return False
 
 
 def is_array(x: Any) -> bool:
@@ -177,6 +176,14 @@ def filled_variables(fn: FunctionType) -> dict[str, Any]:
         with suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
     return found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names of what is not a local variable, in the functions inside too."""
+    yield from code.co_names
+    for inside in code.co_consts:
+        if isinstance(inside, CodeType):
+            yield from _names(inside)
 
 
 _REACHED = (Tensor, torch.nn.Module, torch.Generator)
@@ -202,7 +209,7 @@ def _inside(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
         defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
         named = [*filled_variables(x).items(), *(("a default", value) for value in defaults)]
         yield from ((variable, value, depth) for variable, value in named)
-        for variable in dict.fromkeys(name for name in x.__code__.co_names if name in x.__globals__):
+        for variable in dict.fromkeys(name for name in _names(x.__code__) if name in x.__globals__):
             value = x.__globals__[variable]
             is_leaf = isinstance(value, _REACHED)
             if is_leaf or (value.__globals__ is x.__globals__ if isinstance(value, FunctionType) else depth):

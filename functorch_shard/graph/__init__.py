@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..communication.recorded import AS_FUNCTIONS
 from ..containers import KNOWN, place
 from ..errors import reject
-from ..torch_internals.autograd import being_traced, in_transform, untraced
+from ..torch_internals.autograd import being_traced, in_forward_mode, in_transform, untraced
 from ..torch_internals.satellites import compiled
 from .cuda_graph import Captured, held_on_the_device
 from .recording import Recording, StepSchedule, as_inputs, record, schedule_of
@@ -39,7 +39,7 @@ def compile(step: Callable[..., Any], *, backend: str | Backend = "inductor") ->
 
     ``compile(step)(*args) == step(*args)``. The eager program is traced, lazy gathers and all: the graph has its
     starts, waits and frees, whatever transforms, clipping and optimizer the step contains. With ``"replay"`` and
-    ``"cudagraphs"`` results are bitwise those of ``step``; a compiler rounds differently.
+    ``"cudagraphs"`` results are bitwise those of ``step``, up to optimizers without a fused kernel; a compiler rounds.
 
     Tensors and floats in the arguments are inputs of the graph; everything else (integers, strings, dtypes, structure,
     shapes, the modes of modules, attributes of other objects) is fixed in it, and another value is recorded anew, with
@@ -98,7 +98,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = flatten(args, kwargs)
         requires_grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call.leaves)
-        if requires_grad or in_transform() or being_traced():
+        if requires_grad or in_transform() or in_forward_mode() or being_traced():
             return self._step(*args, **kwargs)
         key = signature_of(call, self._modules)
         try:

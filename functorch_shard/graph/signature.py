@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor, nn
 
-from ..containers import Static, is_hashable, opaque_problem, opened, reached
+from ..containers import Static, attributes_of, is_hashable, opaque_problem, opened, reached
 from ..layout.trees import is_node
 from ..running import RUN
 from ..storage.memory_kind import memory_kind_of
@@ -73,12 +75,12 @@ def _of_leaf(x: Any, i: int, first: dict[int, tuple[int, int]]) -> Any:
 
 
 def _attributes(x: Any, depth: int = _DEPTH) -> Sequence[Any]:
-    """The modes of a module; the attributes of another object and of objects in them, where they have a hash."""
-    if isinstance(x, nn.Module):
-        return tuple(inner.training for inner in x.modules())
+    """The modes of modules; the attributes of another object and of objects in them, where they have a hash."""
+    if isinstance(x, (nn.Module, FunctionType, MethodType, partial)):
+        return tuple(inner.training for inner in modules_outside(x))
     found = list[Any]()
     if depth and not isinstance(x, (Static, type)):
-        for name, value in getattr(x, "__dict__", {}).items():
+        for name, value in attributes_of(x).items():
             leaves, treedef = optree.tree_flatten(value, none_is_leaf=True)
             found += [name, treedef, *((type(y), y, _attributes(y, depth - 1)) for y in leaves if is_hashable(y))]
     return tuple(found)
@@ -112,7 +114,9 @@ def memory_outside(fn: Any) -> dict[int, list[tuple[str, Tensor]]]:
     """The tensors, buffers of modules too, that ``fn`` reaches besides its arguments, by memory, with their names."""
     found: dict[int, list[tuple[str, Tensor]]] = {}
     for name, x in reached(fn, _DEPTH):
-        for each, y in x.named_buffers(name) if isinstance(x, nn.Module) else [(name, x)]:
+        is_module = isinstance(x, nn.Module)
+        left = [(f"{each}.grad", p.grad) for each, p in x.named_parameters(name) if p.is_leaf] if is_module else []
+        for each, y in [*x.named_buffers(name), *left] if is_module else [(name, x)]:
             if type(y) in (Tensor, nn.Parameter, FakeTensor) and y.layout == torch.strided:
                 found.setdefault(identity_of_storage(y), []).append((each, y))
     return found

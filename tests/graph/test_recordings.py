@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -46,23 +47,26 @@ def test_the_ninth_recording_warns() -> None:
         compiled(x, 8)
 
 
+DROPOUT = nn.Dropout(0.5)
+
+
 class Scale:
-    factor: float
+    __slots__ = ("factor", "inside")
 
     def __init__(self, *inside: Any) -> None:
         self.inside = {"here": [*inside]}
 
 
 def test_the_modes_of_modules_and_attributes_of_arguments_are_part_of_what_is_recorded() -> None:
-    dropout, scale, x = nn.Dropout(0.5), Scale(Scale()), torch.ones(64)
-    of_closure = fs.compile(lambda x: dropout(x), backend="replay")
+    layer, scale, x = partial(DROPOUT), Scale(Scale()), torch.ones(64)
+    of_module = fs.compile(lambda x: next(DROPOUT(each) for each in [x]), backend="replay")
     of_argument = fs.compile(lambda x, layer, scale: layer(x) * scale.inside["here"][0].factor, backend="replay")
     for training, factor in ((False, 1), (True, 1), (False, 3), (False, 1)):
-        dropout.train(training)
+        DROPOUT.train(training)
         scale.inside["here"][0].factor = factor
-        for result in (of_closure(x), of_argument(x, dropout, scale) / factor):
+        for result in (of_module(x), of_argument(x, layer, scale) / factor):
             assert bool((result == x).all()) is not training
-    assert (len(of_closure.schedules), len(of_argument.schedules)) == (2, 3)
+    assert (len(of_module.schedules), len(of_argument.schedules)) == (2, 3)
 
 
 def test_dicts_with_keys_in_another_order_have_recordings_of_their_own() -> None:
@@ -161,11 +165,14 @@ def test_a_conjugate_is_not_taken_for_what_it_is_a_view_of() -> None:
 
 
 def test_inside_of_a_transform_it_is_the_step_itself() -> None:
-    compiled = fs.compile(lambda x: x.sin().sum(), backend="replay")
+    compiled = fs.compile(lambda x: (x.sin() * x.detach()).sum(), backend="replay")
     x = torch.arange(3.0)
-    assert torch.equal(torch.func.grad(compiled)(x), x.cos())
+    assert torch.equal(torch.func.grad(compiled)(x), x.cos() * x)
+    with forward_ad.dual_level():
+        tangent: Any = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, torch.ones(3)))).tangent
+    assert torch.equal(tangent, (x.cos() * x).sum())
     (gradient,) = torch.autograd.grad(compiled(x.requires_grad_()), x)
-    assert torch.equal(gradient, x.detach().cos())
+    assert torch.equal(gradient, x.detach().cos() * x)
     assert compiled.schedules == []
 
 
@@ -286,6 +293,9 @@ def test_variables_of_a_closure_and_of_the_module_are_found_too() -> None:
 
     with pytest.raises(NotImplementedError, match="The step assigns history, last"):
         fs.compile(step, backend="replay")(torch.ones(2))
+    layer = nn.PReLU()
+    with pytest.raises(NotImplementedError, match=r"The step assigns layer\.weight\.grad"):
+        fs.compile(lambda x: layer(x).sum().backward(), backend="replay")(torch.ones(2))
     with pytest.raises(NotImplementedError, match="The step assigns LAST"):
         fs.compile(assigns_a_global, backend="replay")(torch.ones(2))
     module = nn.Sequential(Scaled())
