@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +145,9 @@ def plan(
             groups.setdefault(kind, []).append(slot)
         unit_names = dict.fromkeys(kind.unit for kind in groups)
         policies = {x: (precision(x) if callable(precision) else precision) or MixedPrecision() for x in unit_names}
-        return replace(empty, units=_units(groups, empty, policies), aliases=tuple(sorted(aliases.items())))
+        made = replace(empty, units=_units(groups, empty, policies), aliases=tuple(sorted(aliases.items())))
+        made.derived["tied"] = [ref(every[name]) for name in aliases.values()]  # functional_call may untie them
+        return made
 
     layout = mesh.agree("plan", build, lambda layout: list(lines_of(layout)))
     if len(layout.shard_axes) > 1 and set(layout.shard_axes) <= set(mesh.axes):

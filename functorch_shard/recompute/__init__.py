@@ -141,8 +141,14 @@ def _taken(x: Any) -> tuple[Sequence[Tensor], Put]:
     if isinstance(x, Tensor):
         return [x], lambda rest, again: next(rest)
     if isinstance(x, nn.Module):
-        own = dict(x.named_parameters()) | dict(x.named_buffers())
-        return [*own.values()], lambda rest, again: bind(x, {name: next(rest) for name in own})
+        own = dict(x.named_parameters(remove_duplicate=False)) | dict(x.named_buffers(remove_duplicate=False))
+        each = {id(y): y for y in own.values()}  # when functional_call ends, it may untie what has several names
+
+        def bound(rest: Iterator[Tensor], again: bool) -> nn.Module:
+            new = dict(zip(each, rest, strict=False))
+            return bind(x, {name: new[id(y)] for name, y in own.items()})
+
+        return [*each.values()], bound
     now = _as_now(x)
     return [], lambda rest, again: now if again else x
 

@@ -130,8 +130,11 @@ def with_variables(x: FunctionType, values: Mapping[str, Any]) -> FunctionType:
 
 
 def _with_others(x: FunctionType, new: list[Any]) -> FunctionType:
-    pairs = zip(filled_variables(x).items(), new, strict=True)
-    return with_variables(x, {name: y for (name, old), y in pairs if y is not old})
+    *variables, defaults, named = new
+    pairs = zip(filled_variables(x).items(), variables, strict=True)
+    made = with_variables(x, {name: y for (name, old), y in pairs if y is not old})
+    made.__defaults__, made.__kwdefaults__ = defaults, named
+    return made
 
 
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -146,7 +149,7 @@ _HOLDERS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any]]
     MethodType: (lambda x: [x.__self__], lambda x, new: MethodType(x.__func__, *new)),
     partial: (lambda x: [x.func, x.args, x.keywords], lambda x, new: partial(new[0], *new[1], **new[2])),
     ref: (lambda x: [x()], lambda x, new: ref(*new)),
-    FunctionType: (lambda x: [*filled_variables(x).values()], _with_others),
+    FunctionType: (lambda x: [*filled_variables(x).values(), x.__defaults__, x.__kwdefaults__], _with_others),
 }
 
 

@@ -45,14 +45,15 @@ def refuse_hidden(
     """Raise if ``leaves`` of a value, which are of no argument, stand in for an argument.
 
     One is a module's own parameter of the shape of a gathered one whose gradient is zero, which is gathered to see it:
-    it was read late. One has no values. One has a hook, which may call ``backward()`` and would not run.
+    it was read late. One was tied. One has no values. One has a hook, which may call ``backward()`` and would not run.
     """
     leaves = [*leaves]
     meta = [x for x in leaves if x.is_meta and not any(grad.is_meta for grad in grads)]
     reject("grad", [f"a parameter of shape {tuple(x.shape)} on the meta device is used" for x in meta], _META)
     _refuse_hooked(leaves)
     own = {(tuple(x.shape), x.dtype) for x in leaves if isinstance(x, nn.Parameter)}
-    late: list[str] = []
+    tied = {id(x()) for _, layout in filter(None, places) for x in layout.derived.get("tied", ())}
+    late = [f"a tied parameter of shape {tuple(x.shape)} is the model's own" for x in leaves if id(x) in tied]
     for grad, place in zip(grads, places, strict=True) if own else ():
         if place is None:
             continue

@@ -133,7 +133,7 @@ def _call(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _closing_over(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: module(x) * 3
+    return lambda x, other=module, *, another=module: module(x) + other(x) + another(x)
 
 
 def test_modules_in_attributes_of_any_kind_are_those_of_the_copy() -> None:
@@ -321,3 +321,15 @@ def test_a_hook_that_calls_backward_is_run_by_backward_and_refused_by_grad(alone
     grads = fs.gather(by_backward(loss)(params), lazy=False)
     model(x).backward()
     assert_trees_close(dict(grads), {n: p.grad for n, p in model.named_parameters()}, rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_tied_to_a_module_that_stands_twice_is_refused_once_functional_call_has_untied_it() -> None:
+    a, b, x = nn.Linear(3, 3).double(), nn.Linear(3, 3).double(), torch.randn(2, 3, dtype=torch.float64)
+    b.weight = a.weight
+    recomputed: Any = type("Recomputed", (nn.Sequential,), {"forward": lambda self, x: fs.remat(self[0])(x)})
+    model = recomputed(nn.Sequential(a, b, nn.Tanh(), a))
+    params = fs.shard(doubled(model), fs.plan(model, fs.init_mesh()))
+    expected = fs.grad(lambda p: fs.bind(model, p)(x).sin().sum())(params)
+    by_functional_call = fs.grad(lambda p: functional_call(model, fs.gather(p), (x,)).sin().sum())
+    assert_trees_close(by_functional_call(params), expected, rtol=1e-12, atol=1e-14)  # recomputed when it has ended
+    assert "a tied parameter of shape (3, 3) is the model's own" in refused(by_functional_call, params)
