@@ -99,8 +99,8 @@ class Layout(Static):
 
     @cached_property
     def copies_are_equal(self) -> bool:
-        """Whether ranks with the same shard have the same values; without a mean over them they may have their own."""
-        return self.num_ranks == self.mesh.size
+        """Whether ranks with the same shard have the same bits: not without a mean, nor as rows of one batch."""
+        return self.num_ranks == self.mesh.size and self.mesh.kind != "batched"  # there kernels round the end otherwise
 
     @cached_property
     def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:
@@ -238,9 +238,9 @@ def merged(layout: Layout, others: Sequence[Layout]) -> Layout:
         raise ValueError(
             "gather: the trees were planned for other ranks or with other options. Pass parts of one tree."
         )
-    counts = Counter(name for layout in layouts for name in layout.slots)
+    counts = Counter(x for layout in layouts for x in (*layout.slots, *map("buffer {}".format, layout.buffers)))
     problems = [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
-    reject("gather", problems, "Pass each part that partition() made of one tree once.")
+    reject("gather", problems, "Pass each part of one partition() once; plan models together, or with other units.")
     units: dict[str, Unit] = {}
     for unit in (unit for layout in layouts for unit in layout.units):
         buffers = (*units[unit.name].buffers, *unit.buffers) if unit.name in units else unit.buffers

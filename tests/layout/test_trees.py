@@ -20,6 +20,7 @@ from torch.utils import _pytree as torch_pytree
 import functorch_shard as fs
 from functorch_shard.layout.trees import map_items
 from functorch_shard.testing import assert_trees_close
+from tests.support.refusals import refused
 
 MESH = fs.simulated_mesh(3)
 
@@ -130,6 +131,11 @@ def test_full_is_a_dict_that_functional_call_accepts() -> None:
     assert isinstance(values, dict)
     assert functional_call(fc, values, (torch.ones(3),)).tolist() == [3, 4, 5, 6, 7]
     assert torch.func.grad(lambda p: functional_call(fc, p, (torch.ones(3),)).sum())(values).layout is layout
+
+
+def test_models_that_have_a_unit_of_one_name_are_not_merged() -> None:
+    one, two = (fs.shard(x, fs.plan(x, MESH)) for x in ({"a": torch.ones(2)}, {"b": torch.ones(2)}))
+    assert "'buffer (root)': in 2 trees" in refused(fs.merge, one, two)
 
 
 def test_sharded_is_a_mapping_that_cannot_be_assigned_to() -> None:

@@ -90,7 +90,7 @@ def layouts(draw: Any, tree: dict[str, Tensor], axes: Any = None) -> fs.Layout:
     source = {name: nn.Parameter(x, requires_grad=False) if name in frozen else x for name, x in tree.items()}
     return fs.plan(
         source,
-        fs.simulated_mesh(axes or draw(st.sampled_from(AXES))),
+        fs.simulated_mesh(axes or draw(st.sampled_from(AXES)), kind="sequential" if axes else "batched"),
         units=draw(st.sampled_from(UNITS)),
         labels=lambda name, p: "other" if name in labelled else None,
         align_bytes=draw(st.sampled_from([0, 4, 16, 64])),
@@ -149,9 +149,17 @@ def bits(x: Tensor) -> Tensor:
 
 
 def test_ranks_that_lack_a_shard_take_it_from_different_copies() -> None:
-    model = awkward()
-    old, new = (fs.plan(model, fs.simulated_mesh(axes)) for axes in ({"replicate": 3, "shard": 1}, {"shard": 9}))
+    old = fs.plan(awkward(), fs.simulated_mesh({"replicate": 3, "shard": 1}, kind="sequential"))
+    new = fs.plan(awkward(), fs.simulated_mesh(9))
     assert {copy.source_rank for copy in copy_plan(old, new, [3] * 9)} == {0, 1, 2}
+
+
+def test_of_batched_copies_which_round_by_themselves_the_first_is_kept() -> None:
+    model, mesh = awkward(), fs.simulated_mesh({"replicate": 2, "shard": 2})
+    params = fs.shard(model, fs.plan(model, mesh))
+    for x in params.values():
+        x[1].zero_()
+    assert same_bits(fs.reshard(params, layout := fs.plan(model, fs.simulated_mesh(3))), fs.shard(model, layout))
 
 
 def test_nothing_is_shared_with_the_tree_and_nothing_in_it_changes() -> None:
