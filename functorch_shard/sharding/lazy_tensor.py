@@ -66,11 +66,10 @@ class Lazy(Tensor):
         with without_torch_function():
             return _transposed(*args) if func is _TRANSPOSE else _rule(func)(func, args, kwargs or {})
 
-    def _data(self, place: Place | None = None, own: bool = False) -> Tensor:
-        """Its values, or those at another ``place``, in memory that must not be written to, or in a copy of that."""
+    def _data(self, place: Place | None = None) -> Tensor:
+        """Its values, or those at another ``place``, in memory that must not be written to."""
         place = place or self._place
         flat = self._session.data(self._buffers, place.buffer)
-        flat = flat.clone() if own else flat
         return flat.as_strided(place.shape, place.strides, flat.storage_offset() + place.offset)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -83,7 +82,7 @@ class Lazy(Tensor):
         views = func(like, *args, **kwargs)
         several = views if isinstance(views, (list, tuple)) else [views]
         if any(view.dtype != self.dtype or view.is_conj() or view.is_neg() for view in several):
-            return func(self._data(own=True), *args, **kwargs)  # a view of other numbers
+            return func(self._data().clone(), *args, **kwargs)  # a view of other numbers
         lazy = [self._at(x.shape, x.stride(), place.offset + int(x.storage_offset())) for x in several]
         return type(views)(lazy) if isinstance(views, (list, tuple)) else lazy[0]
 

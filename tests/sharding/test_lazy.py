@@ -100,6 +100,7 @@ OPERATIONS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "as_strided from its own offset": lambda p: (w := p["fc.weight"][1]).as_strided((2,), (1,), w.storage_offset() + 1),
     "bytes": lambda p: p["fc.weight"].view(torch.int64),
     "real view": lambda p: torch.view_as_real(p["fc.wave"]),
+    "as_strided of it": lambda p: torch.view_as_real(p["fc.wave"]).as_strided((3,), (2,), 1),
     "conjugate": lambda p: p["fc.wave"].conj().resolve_conj(),
     "adjoint": lambda p: p["fc.wave"].mH @ p["fc.wave"],
     "foreach": lambda p: torch._foreach_mul([p["fc.weight"], p["fc.bias"]], [2.0, p["fc.scalar"].item()]),
