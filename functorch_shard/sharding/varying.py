@@ -23,7 +23,7 @@ from ..containers import opened, place
 from ..layout.trees import Sharded, is_number, is_sharded
 from ..mesh.simulated import axes_over
 from ..running import RUN, running
-from ..torch_internals.autograd import NO_PASS, backward_pass, levels
+from ..torch_internals.autograd import NO_PASS, TransformType, backward_pass, levels
 from ..torch_internals.tensors import batch_levels
 from ..torch_internals.tensors import is_number as is_plain_number
 from .shard import copy_dims
@@ -96,7 +96,7 @@ class Issued:
     @property
     def repeated(self) -> Axes:
         """The axes whose ranks add up what is the same on all of them."""
-        if self.kind != "psum" or self.where != "forward" or self.before is None:
+        if self.kind not in ("psum", "psum_scatter") or self.where != "forward" or self.before is None:
             return ()
         return tuple(name for name in self.axis.split(",") if name not in self.before)
 
@@ -180,9 +180,9 @@ def types(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Types:
         raise RuntimeError("types: nothing ran as batched ranks: pass what fs.simulated_mesh(...).spmd(fn) returns.")
     collectives = Counter(map(_typed, seen.issued))
     problems = [
-        f"psum over {op.axis} of what does not vary over {_text(op.repeated)}: it multiplies by the number of ranks"
-        for op in collectives
-        if op.repeated
+        f"{x.kind} over {x.axis} of what does not vary over {_text(x.repeated)}: it multiplies by the number of ranks"
+        for x in collectives
+        if x.repeated
     ]
     return Types(seen.arguments, collectives, seen.results, [*problems, *seen.drifting])
 
@@ -194,6 +194,7 @@ class _Frame:
     before: Axes
     is_derivative: bool
     is_mean: bool
+    in_vmap: bool  # its own rule for vmap, and no derivative, runs Functions inside
     after: Axes | None = None
 
 
@@ -223,12 +224,13 @@ class _Watcher(RecordMode):
 
     def apply(self, apply: Callable[..., Any], args: Any) -> Any:
         """Run a Function, in a frame of its own if its operand has the levels of all ranks."""
-        inside, ranks = {level.level() for level in levels()}, RUN.get().indices.values()
+        here, ranks = levels(), RUN.get().indices.values()
+        inside, in_vmap = {level.level() for level in here}, bool(here) and here[-1].key() == TransformType.Vmap
         if not (ranks and isinstance(args[0], Tensor) and all(batch_levels(index) <= inside for index in ranks)):
             return apply(*args)
         around, is_mean = self._frame, getattr(args[-1], "mean", False)
-        is_derivative = around is not None or backward_pass() != NO_PASS
-        self._frame = frame = _Frame(axes_over(args[0]), is_derivative, is_mean)
+        is_derivative = backward_pass() != NO_PASS or bool(around and (around.is_derivative or not around.in_vmap))
+        self._frame = frame = _Frame(axes_over(args[0]), is_derivative, is_mean, in_vmap)
         try:
             result = apply(*args)
         finally:

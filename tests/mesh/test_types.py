@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jvp
+from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
-from functorch_shard.collectives import all_to_all, broadcast, pmax, pmean, ppermute, psum
+from functorch_shard.collectives import all_to_all, broadcast, pmax, pmean, ppermute, psum, psum_scatter
 from functorch_shard.debug import types
 from tests.laws.tasks import ON_RANK, Data, programs
 from tests.laws.wrappers import WRAPPERS
@@ -106,12 +106,15 @@ def test_a_sum_of_what_is_the_same_is_a_problem_and_a_mean_of_it_is_not() -> Non
 
     def step(x: Tensor) -> Any:
         norm = psum(x.square().sum(), mesh["shard"])
-        return psum(norm, mesh), pmean(pmean(norm, mesh), mesh), psum(torch.ones(()), mesh["replicate", "shard"])
+        ones = psum(torch.ones(()), mesh["replicate", "shard"])
+        scattered = vmap(lambda x: psum_scatter(x, mesh["shard"]))(norm.expand(2, 2))  # under a vmap of the program's
+        return psum(norm, mesh), pmean(pmean(norm, mesh), mesh), ones, scattered
 
-    text = "psum over {} of what does not vary over {}: it multiplies by the number of ranks"
+    text = "{} over {} of what does not vary over {}: it multiplies by the number of ranks"
     assert types(mesh.spmd(step), torch.ones(1, 2, 2, 3)).problems == [
-        text.format("shard", "shard"),
-        text.format("replicate,shard", "replicate, shard"),
+        text.format("psum", "replicate,shard", "replicate, shard"),
+        text.format("psum_scatter", "shard", "shard"),
+        text.format("psum", "shard", "shard"),
     ]
 
 
