@@ -169,6 +169,8 @@ class Axis(Static):
         if self.send is None:
             object.__setattr__(self, "send", self.backend.issue)
 
+    __copy__ = __deepcopy__ = lambda self, _=None: self  # as of a mesh
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A process group is not pickled; a simulated axis is pickled with its mesh.
         rank = 0 if self.backend.simulated else int(self.backend.index())

@@ -131,8 +131,8 @@ class Mesh(Static):
 
         On real ranks every process is already one of them: ``spmd(fn)`` is ``fn`` itself. On batched simulated ranks it
         is ``fn`` under one vmap per axis: tensors are mapped, everything else is passed through. On sequential ones it
-        is ``fn`` once for each rank, in threads of which one runs at a time. What a rank returns there that is no
-        tensor has to be the same on all ranks. Python objects are shared, except for torch's random numbers.
+        is ``fn`` once for each rank, in threads of which one runs at a time, with copies of its tensors. Numbers that
+        ranks return there have to be the same. Python objects are shared, except for torch's random numbers.
 
         Args:
             fn: what each rank does; per-rank tensors in, per-rank tensors out. Without it, a decorator.
@@ -340,8 +340,7 @@ class Mesh(Static):
             )
         return Mesh.from_device_mesh(whole[names])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
-        return self
+    __copy__ = __deepcopy__ = lambda self, _=None: self
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._simulated is not None:

@@ -209,6 +209,7 @@ def test_no_simulated_rank_is_told_that_it_is_number_0() -> None:
     assert "fs.collectives.axis_index(mesh) is the rank as a tensor, on real ranks too" in said
     number = mesh.spmd(lambda: fs.collectives.axis_index(mesh))()
     assert torch.equal(number.flatten(), torch.arange(mesh.size))
+    assert copy.deepcopy(copy.copy(axis := mesh["b"])) is axis  # as of a mesh
 
 
 # What a vmap refuses.
