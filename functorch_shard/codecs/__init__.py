@@ -39,8 +39,8 @@ class Codec(NamedTuple):
 def int8(block: int = 256) -> Codec:
     """Blocks of int8 and a float32 scale for each: ``1 + 4 / block`` bytes an element.
 
-    What comes back is off by at most ``1 / 254`` of the largest magnitude in its block. A NaN or an infinity makes its
-    block NaN.
+    What comes back is off by at most ``1 / 254`` of the largest magnitude in its block, if float32 has its scale. A NaN
+    or an infinity makes its block NaN.
 
     Args:
         block: elements that share a scale.

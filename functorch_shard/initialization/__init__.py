@@ -67,7 +67,7 @@ def init(
             A buffer that has values keeps them where nothing writes, so put a table that only ``__init__`` computes
             into the model before: ``model.rope.table = make_table()``.
         layout: from :func:`plan`.
-        seed: any int, the same on every rank.
+        seed: an int of 64 bits, the same on every rank.
         init: called in place of resets with every module of a copy, children first. It fills whole tensors of this
             module or of modules inside, one unit after the other; the last values count. A method of ``model`` is
             called as that of the copy.

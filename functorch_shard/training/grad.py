@@ -76,8 +76,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
     a part; copies on several ranks are one value (``reduction="sum"``: the gradient of the sum over ranks). ``fn`` is
     differentiated with exact linear maps: the transpose of ``gather`` is ``psum_scatter``. Then gradients are summed
     over copies and divided by the number of ranks, once. So derivatives through gradients, training steps and norms are
-    exact, if the outermost reverse-mode derivative is this one. With respect to any other argument it is the gradient
-    of this rank's own value, as in ``torch.func.grad_and_value``.
+    exact, if the outermost reverse-mode derivative is this one. With respect to any other argument, of which each rank
+    has its own, it is that of the sum over ranks of ``fn``: of this rank's value, where no collective lies between.
 
     ``torch.func.grad_and_value`` runs backward with ``create_graph=True``, which keeps every activation to the end.
     Here backward frees activations as it proceeds, unless the result is differentiated again: inside another

@@ -133,8 +133,8 @@ class LossScale(Static):
             new: parameters, optimizer state, or any pytree, after the step; not from a step with ``donate=True``, which
                 overwrites ``old``.
             old: the same before the step. ``None`` stands for zeros where ``new`` has a shard, such as SGD's momentum,
-                which the first step creates. With ``dampening`` torch does not dampen that first step, but dampens the
-                first one after a skipped step: choose an initial scale that does not overflow.
+                which the first step creates. That first step is another one with ``dampening``, and where a class of
+                yours starts from other values: choose an initial scale that does not overflow.
 
         Returns:
             A tree with the structure of ``new``.

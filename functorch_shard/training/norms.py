@@ -36,11 +36,11 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
     Args:
         tree: gradients, parameters, moments: any ``Sharded``, inside ``spmd`` or, with rank dims, outside. ``None``
             leaves, integers and bools do not count; frozen parameters do.
-        p: 1 or more; ``float("inf")`` gives the largest magnitude.
+        p: 1 or more; ``float("inf")`` gives the largest magnitude, whose gradient at ties depends on the layout.
 
     Returns:
         Shape ``()``, the same on every rank; outside ``spmd`` without rank dims. float64 if one of the leaves has that
-        precision, else float32; sums are computed in that dtype. 0 without leaves; NaN if a value is NaN.
+        precision, else float32, as the sums of each leaf are. 0 without leaves; NaN if a value is NaN.
 
     Raises:
         TypeError: ``tree`` is not a ``Sharded``.

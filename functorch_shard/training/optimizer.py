@@ -42,8 +42,8 @@ def optimizer(
 
     With ``whole=True`` the class gets whole parameters in their shapes: Muon, Shampoo, SOAP, Adafactor, LAMB. Each
     parameter has one owner among the ranks of the shard axis, which gets the parts of the others, runs the class, keeps
-    the state, and sends back the new parts. Results are bitwise those of the class on unsharded parameters and the same
-    gradients. A class that combines several parameters (D-Adaptation, Prodigy) is refused.
+    the state, and sends back the new parts. Results are bitwise those of the class, fused if it can be, on unsharded
+    parameters and the same gradients. A class that combines several parameters (D-Adaptation, Prodigy) is refused.
 
     Args:
         cls: the class, for example ``torch.optim.AdamW``.
