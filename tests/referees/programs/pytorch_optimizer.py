@@ -42,5 +42,5 @@ REFEREES = [
     *(of(kind, elementwise=True, lr=0.05) for kind in ("Lion", "Tiger", "AdaBelief", "AdEMAMix")),
     *(of(kind, lr=0.05, refused=UNKNOWN) for kind in ("NovoGrad", "Lamb", "Prodigy")),
     of("SOAP", lr=0.05, refused=UNKNOWN),
-    *(of(kind, whole=True, lr=0.05) for kind in ("SOAP", "Shampoo", "CAME", "LARS")),
+    *(of(kind, whole=True, lr=lr) for kind, lr in (("SOAP", 1e-3), ("Shampoo", 0.05), ("CAME", 0.05), ("LARS", 0.05))),
 ]
