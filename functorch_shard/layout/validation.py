@@ -52,7 +52,7 @@ def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
     for alias, name in layout.aliases:
         if {alias, name} <= valued:
             a, b = local_part(tensors[alias]), local_part(tensors[name])
-            if not (a is b or torch.equal(a, b)):
+            if not (a is b or a.is_set_to(b) or torch.equal(a, b)):  # NaN is not equal to itself
                 problems.append(f"{alias!r}: tied to {name!r} in the layout, but the values differ")
     reject("shard", problems, _OTHER_MODEL)
 
